@@ -1,0 +1,138 @@
+"""Every configuration key, its default and its meaning. Experiments edit this; nothing else holds a default.
+
+A key whose value is a placeholder must be set by the experiment or on the command line.
+"""
+
+import ml_collections
+from ml_collections import config_dict
+
+section = ml_collections.ConfigDict
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = section()
+    config.name = config_dict.placeholder(str)  # of the run; its folder is <run_dir>/<name>
+    config.run_dir = "runs"  # folder of run folders
+    config.seed = 0  # all randomness is fold_in(seed, step, purpose, index)
+    config.strict_reference = False  # reproduce the reference's known hazards instead of their fixes (docs/method.md)
+
+    config.train = section()
+    config.train.epochs = 100  # passes over the training set
+    config.train.steps = 0  # stop after so many steps; 0: epochs decide
+    config.train.student_tokens = 0  # stop once so many response tokens were sampled; 0: no budget
+
+    config.model = section()
+    config.model.path = config_dict.placeholder(str)  # Hugging Face folder: config, safetensors, tokenizer
+    config.model.dtype = "bfloat16"  # of activations and matmuls: bfloat16 | float32; masters are always float32
+    config.model.remat = "full"  # activation recomputation a layer: none | dots | full
+
+    config.data = section()
+    config.data.train = ()  # training files or folders: "NAME:PATH" (NAME picks the reader: data/dataset.py) or a generator's name
+    config.data.validation = ()  # validation files, likewise
+    config.data.batch_size = 128  # dataset prompts a step
+    config.data.max_prompt_length = 512  # tokens after templating; longer prompts are filtered out and counted
+    config.data.template = "chat"  # how a question becomes prompt ids: data/templates.py
+    config.data.shuffle = True  # a fresh order every epoch, a function of (seed, epoch)
+    config.data.limit = 0  # keep only the first so many training rows; 0: all
+    config.data.validation_limit = 0  # keep only the first so many rows of each validation set; 0: all
+
+    config.rollout = section()
+    config.rollout.engine = "native"  # native (JAX, in process) | vllm (HTTP server)
+    config.rollout.n = 8  # rollouts a dataset prompt (G)
+    config.rollout.temperature = 1.0  # > 0
+    config.rollout.top_p = 1.0  # (0, 1]
+    config.rollout.top_k = -1  # -1: off
+    config.rollout.max_model_len = 1024  # tokens of prompt plus response
+    config.rollout.slots = 128  # native engine: sequences decoded at once
+    config.rollout.decode_steps = 16  # native engine: tokens a slot decodes between two looks of the scheduler
+
+    config.loop = "reasoning"  # how a prompt becomes scored rollouts: loops/
+
+    config.rewards = section()
+    config.rewards.threshold = 0.0  # success is reward > threshold; failure reward <= threshold
+    config.rewards.workers = 2  # grader processes
+    config.rewards.deadline = 5.0  # seconds an answer; a worker past it is killed and the answer has no verdict
+
+    config.curriculum = section()
+    config.curriculum.pool = "forest"  # none | forest
+    config.curriculum.injection_ratio = 0.25  # hard states a step, as a fraction of data.batch_size; (0, 1]
+    config.curriculum.injection_mode = "add"  # add: on top of the dataset prompts (the method) | replace: in their place
+    config.curriculum.rollout_n = 0  # rollouts an injected state; 0: rollout.n
+    config.curriculum.min_remaining_tokens = 32  # a state must leave room for so many response tokens
+    config.curriculum.failures = "all"  # of a group's failures send to the teacher: all | longest_prefix (the longest right one)
+    config.curriculum.max_events_per_parent = 0  # newest waiting failures kept a state; 0: no bound (the reference)
+    config.curriculum.max_events = 0  # waiting failures kept in all, oldest dropped first; 0: no bound
+    config.curriculum.max_nodes_per_tree = 0  # further children are refused; 0: no bound
+
+    config.teacher = section()
+    config.teacher.enabled = True  # False: no teacher, no new states
+    config.teacher.base_url = "http://127.0.0.1:8001/v1"  # OpenAI-compatible endpoint; "oracle": serve the rule-based one
+    config.teacher.model = "Qwen/Qwen3.5-27B-GPTQ-Int4"  # served model name
+    config.teacher.api_key_env = "OPENAI_API_KEY"  # environment variable that holds the key
+    config.teacher.enable_thinking = "false"  # chat_template_kwargs.enable_thinking: true | false | unset (nothing is sent)
+    config.teacher.temperatures = (0.3, 0.7)  # tried in turn until a reply can be parsed
+    config.teacher.attempts_per_temperature = 1
+    config.teacher.timeout = 1800.0  # seconds a request
+    config.teacher.deadline = 3600.0  # seconds a correction, retries and waiting included
+    config.teacher.max_tokens = 0  # reply limit; 0: none is sent (the reference)
+    config.teacher.max_concurrent = 32  # corrections in flight
+    config.teacher.synchronous = False  # True: each step waits for its failures' corrections (deterministic)
+    config.teacher.splice = "text"  # where student and teacher part: text (characters decide) | tokens (the reference)
+    config.teacher.min_prefix_match_tokens = 10  # shorter shared prefixes are rejected
+    config.teacher.min_prefix_match_ratio = 0.05  # of the student's response
+    config.teacher.min_suffix_len = 100  # tokens the teacher must add after the prefix
+    config.teacher.cache = True  # keep every reply in <run>/teacher, so that the run can be replayed without an endpoint
+    config.teacher.replay = ""  # folder of an earlier run's replies; a request that is not in it is an error
+    config.teacher.token_budget = 0  # prompt plus completion tokens; 0: no budget
+    config.teacher.money_budget = 0.0  # in the currency of the prices; 0: no budget
+    config.teacher.prompt_price = 0.0  # money a million prompt tokens
+    config.teacher.completion_price = 0.0  # money a million completion tokens
+    config.teacher.breaker_failures = 8  # transport failures in a row that open the circuit breaker
+    config.teacher.breaker_seconds = 30.0  # until an open breaker lets one request try again
+
+    config.objective = section()
+    config.objective.advantage = "group_mean"  # r - mean(group) | grpo_std: divided by the group's standard deviation
+    config.objective.clip_low = 0.2  # ratio clipped below 1 - clip_low
+    config.objective.clip_high = 0.28  # and above 1 + clip_high
+    config.objective.clip_c = 3.0  # dual clip: loss of a negative advantage is at most -A * clip_c; > 1
+    config.objective.kl_coef = 1e-4  # weight of the KL penalty to the initial policy; 0: no reference pass
+    config.objective.kl_type = "low_var_kl"  # low_var_kl (k3) | kl (k1) | abs | mse (k2)
+    config.objective.teacher_loss = "null"  # null: teacher tokens carry no gradient
+
+    config.optim = section()
+    config.optim.lr = 1e-6
+    config.optim.schedule = "constant"  # constant | cosine
+    config.optim.warmup_steps = 0  # training steps of linear warm-up
+    config.optim.b1 = 0.9
+    config.optim.b2 = 0.999
+    config.optim.eps = 1e-8
+    config.optim.weight_decay = 0.01  # decoupled, on all parameters
+    config.optim.grad_clip = 1.0  # global norm
+    config.optim.mini_batch_prompts = 16  # times rollout.n: rows an optimizer step
+    config.optim.ppo_epochs = 1  # passes over a step's rows
+
+    config.learner = section()
+    config.learner.mesh = (1, -1, 1)  # devices along (data, fsdp, tensor); one -1 takes what is left
+    config.learner.micro_batch_tokens = 16384  # padded tokens of one forward-backward pass on all devices
+    config.learner.buckets = (256, 512, 768, 1024)  # row lengths that are compiled; the last must hold rollout.max_model_len
+    config.learner.logprob_block = 1024  # tokens whose logits exist at once
+
+    config.validation = section()
+    config.validation.every = 10  # steps; also before the first and after the last; 0: never
+    config.validation.before_train = True
+    config.validation.n = 1  # answers a problem
+    config.validation.temperature = 0.0  # 0: greedy
+    config.validation.top_p = 1.0
+
+    config.checkpoint = section()
+    config.checkpoint.every = 10  # steps; also at the end and on SIGTERM; 0: only those
+    config.checkpoint.keep = 1  # newest checkpoints kept, besides the best
+    config.checkpoint.save_best = True  # also keep the one with the best validation score
+    config.checkpoint.best_metric = ""  # validation metric that decides; "": the average over sources
+    config.checkpoint.resume = "auto"  # auto: from the newest complete checkpoint | never: refuse a used run folder
+
+    config.telemetry = section()
+    config.telemetry.tensorboard = True
+    config.telemetry.rollouts_every = 10  # steps between dumps of all rollouts; 0: never
+    config.telemetry.progress = True  # a live line
+    return config

@@ -1,0 +1,91 @@
+"""The interface of every curriculum: which states to roll out, what was learned from them, and work for the teacher.
+
+The training loop calls `ready`, `sample`, `observe`, `metrics`, `state`, `restore` and never asks which curriculum it has. The teacher's
+worker (another thread) calls `dispatch` and `resolve`. Every method is atomic.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from deepgrpo.types import Group, Ids, Problem
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class State:
+    """A state to roll out: original prompt ids followed by a locked prefix.
+
+    ids: int32[len]. node: the curriculum's handle, handed back in `Prompt.node` by `observe`.
+    """
+
+    ids: Ids
+    problem: Problem
+    node: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Failure:
+    """One failed rollout on its way to the teacher.
+
+    event: the curriculum's handle, handed back to `resolve`.
+    state_ids: int32[len], the state that the rollout started from (prompt and locked prefix).
+    response_ids: int32[len], what the student sampled.
+    step: the step that produced it.
+    """
+
+    event: Any
+    problem: Problem
+    state_ids: Ids
+    response_ids: Ids
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Correction:
+    """A verified correction of one failure.
+
+    prefix_ids: int32[len], a literal slice of the failure's response ids: state_ids ++ prefix_ids is the new hard state.
+    suffix_ids: int32[len], the teacher's tokens after it, closed by a stop id.
+    reward: the grader's reward of the corrected answer.
+    failed_suffix_ids: what the student had written instead.
+    """
+
+    prefix_ids: Ids
+    suffix_ids: Ids
+    reward: float
+    failed_suffix_ids: Ids
+
+
+class Curriculum(Protocol):
+    def ready(self) -> int:
+        """Number of states that `sample` could return."""
+
+    def sample(self, n: int, step: int) -> list[State]:
+        """Returns at most `n` states for `step` and stamps them as used."""
+
+    def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Takes in the scored groups of a step, dataset and injected; returns the step's metrics (full names)."""
+
+    def dispatch(self, max_items: int, step: int) -> list[Failure]:
+        """Hands out at most `max_items` failures for the teacher; each stays in flight until `resolve`."""
+
+    def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
+        """Takes in the teacher's result (None: no usable correction); returns the outcome's name."""
+
+    def pending(self) -> int:
+        """Failures that `dispatch` could hand out now."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Current sizes and cumulative counters (full names). Reading changes nothing."""
+
+    def state(self, folder: str) -> None:
+        """Writes everything that `restore` needs into `folder` (exists, empty), in self-describing files."""
+
+    def restore(self, folder: str) -> None:
+        """Replaces the content by that of `folder`. Failures that were in flight become dispatchable again.
+
+        Raises:
+          ValueError: the folder's format version or pool type is not this curriculum's; names both.
+        """
+
+

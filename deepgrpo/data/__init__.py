@@ -1,0 +1,1 @@
+"""Datasets with a resumable order, prompt templates, and the carry-chain task."""

@@ -1,0 +1,1 @@
+"""Client of OpenAI-compatible endpoints, with budget, circuit breaker and cache."""

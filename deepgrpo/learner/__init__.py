@@ -1,0 +1,1 @@
+"""The compiled update: rows in, optimizer steps and metrics out."""

@@ -1,0 +1,1 @@
+"""Loops: prompts in, scored groups of rollouts out."""

@@ -1,0 +1,1 @@
+"""The decoder that the learner trains and the native engine samples from."""

@@ -1,0 +1,167 @@
+"""The decoder, in Flax Linen: one `apply` serves policy, old policy, reference and the native rollout engine.
+
+Parameters carry Hugging Face's names, stacked over layers on axis 0, kernels as [in, out]:
+`embed_tokens/embedding` [V, D], `layers/self_attn/q_proj/kernel` [L, D, N*H], ..., `norm/scale` [D], `lm_head/kernel` [D, V].
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from deepgrpo.model import rope
+from deepgrpo.model.attention import attention, segment_mask
+from deepgrpo.model.config import ModelConfig
+
+REMAT_POLICIES = {
+    "none": None,
+    "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Dense(nn.Module):
+    features: int
+    use_bias: bool
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.normal(0.02), (x.shape[-1], self.features), jnp.float32)
+        y = x @ kernel.astype(self.dtype)
+        if self.use_bias:
+            y += self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32).astype(self.dtype)
+        return y
+
+
+class RMSNorm(nn.Module):
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        y = x.astype(jnp.float32)
+        y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * scale).astype(x.dtype)
+
+
+class Attention(nn.Module):
+    config: ModelConfig
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x, positions, mask, cache):
+        """x: [B, T, D]; positions: int32[B, T]; mask: bool[B, T, S]; cache: None or (k, v), each [B, S, K, H]."""
+        c = self.config
+        B, T, _ = x.shape
+
+        def project(heads: int, name: str) -> jax.Array:
+            return Dense(heads * c.head_size, c.qkv_bias, self.dtype, name=name)(x).reshape(B, T, heads, c.head_size)
+
+        q = project(c.num_heads, "q_proj")
+        k = project(c.num_kv_heads, "k_proj")
+        v = project(c.num_kv_heads, "v_proj")
+        if c.qk_norm:
+            q = RMSNorm(c.rms_norm_eps, name="q_norm")(q)
+            k = RMSNorm(c.rms_norm_eps, name="k_norm")(k)
+        q, k = rope.rotate(q, positions, c), rope.rotate(k, positions, c)
+        if cache is not None:  # a token's slot in the cache is its position; padding has position S and is dropped
+            rows = jnp.arange(B)[:, None]
+            cache = (
+                cache[0].at[rows, positions].set(k.astype(cache[0].dtype), mode="drop"),
+                cache[1].at[rows, positions].set(v.astype(cache[1].dtype), mode="drop"),
+            )
+            k, v = cache
+        out = attention(q, k, v, mask).reshape(B, T, c.num_heads * c.head_size)
+        return Dense(c.width, False, self.dtype, name="o_proj")(out), cache
+
+
+class Mlp(nn.Module):
+    config: ModelConfig
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate = Dense(self.config.mlp_width, False, self.dtype, name="gate_proj")(x)
+        up = Dense(self.config.mlp_width, False, self.dtype, name="up_proj")(x)
+        return Dense(self.config.width, False, self.dtype, name="down_proj")(nn.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    config: ModelConfig
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x, cache, positions, mask):
+        eps = self.config.rms_norm_eps
+        attended, cache = Attention(self.config, self.dtype, name="self_attn")(
+            RMSNorm(eps, name="input_layernorm")(x), positions, mask, cache
+        )
+        x += attended
+        x += Mlp(self.config, self.dtype, name="mlp")(RMSNorm(eps, name="post_attention_layernorm")(x))
+        return x, cache
+
+
+class Transformer(nn.Module):
+    """A causal decoder. dtype: of activations and matmuls; parameters are float32 (or whatever tree is applied)."""
+
+    config: ModelConfig
+    dtype: Any = jnp.bfloat16
+    remat: str = "none"
+    unroll: int = 1
+
+    def setup(self):
+        c = self.config
+        layer = Layer
+        if self.remat != "none":
+            layer = nn.remat(Layer, prevent_cse=False, policy=REMAT_POLICIES[self.remat])
+        self.embed_tokens = nn.Embed(
+            c.vocab_size, c.width, embedding_init=nn.initializers.normal(0.02), dtype=self.dtype, param_dtype=jnp.float32
+        )
+        self.layers = nn.scan(
+            layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast, nn.broadcast),
+            length=c.num_layers,
+            unroll=self.unroll,
+        )(c, self.dtype)
+        self.norm = RMSNorm(c.rms_norm_eps)
+        if not c.tie_embeddings:
+            self.lm_head = Dense(c.vocab_size, False, self.dtype)
+
+    def __call__(self, tokens, positions, segments=None, cache=None):
+        """Runs the decoder up to the final norm; `logits` does the rest, for the positions that need it.
+
+        Args:
+          tokens: int32[B, T]. positions: int32[B, T], each token's position in its own sequence.
+          segments: int32[B, T], tokens see earlier tokens of their own segment; 0 is padding. Required without a cache.
+          cache: (k, v), each [L, B, S, K, H]. New keys are written at `positions`; a token sees cache slots <= its position.
+
+        Returns:
+          hidden [B, T, D] in `dtype`, and the updated cache (None without one).
+        """
+        if cache is None:
+            mask = segment_mask(segments)
+        else:
+            mask = jnp.arange(cache[0].shape[2])[None, None, :] <= positions[:, :, None]
+        hidden, cache = self.layers(self.embed_tokens(tokens), cache, positions, mask)
+        hidden = self.norm(hidden)
+        if self.is_initializing() and not self.config.tie_embeddings:
+            self.lm_head(hidden[:1, :1])
+        return hidden, cache
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Projects hidden [..., D] onto the vocabulary: float32[..., V]."""
+        if self.config.tie_embeddings:
+            weight = self.embed_tokens.embedding.T
+        else:
+            weight = self.lm_head.variables["params"]["kernel"]
+        return jnp.einsum("...d,dv->...v", hidden, weight.astype(self.dtype), preferred_element_type=jnp.float32)
+
+
+def empty_cache(config: ModelConfig, batch: int, length: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Key and value caches of zeros, each [L, B, S, K, H]."""
+    shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_size)
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)

@@ -1,0 +1,1 @@
+"""Graders and the service that runs them in killable worker processes."""

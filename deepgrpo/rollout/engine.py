@@ -1,0 +1,57 @@
+"""The interface of every rollout engine: token ids in; token ids, log-probs and a finish reason out.
+
+An engine holds one set of weights with a version. `generate` is synchronous for the caller; how many requests run at once is
+the engine's business. The sampled distribution is `softmax(logits / temperature)` restricted to top-k, then to top-p, with phantom
+ids (vocabulary rows above the tokenizer) removed, renormalised; returned log-probs are of exactly that distribution. Temperature 0
+is greedy: the argmax, whose log-prob is reported under temperature 1 without top-k and top-p.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from deepgrpo.types import Completion, Ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Parameters of the sampled distribution; every one is explicit, none leaks in from a model's generation config.
+
+    temperature: >= 0; 0 is greedy. top_p: (0, 1]. top_k: -1 for off, else >= 1.
+    stop_ids: ids that end a response (union of the tokenizer's and the generation config's).
+    max_model_len: tokens of prompt plus response.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_ids: tuple[int, ...]
+    max_model_len: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """`len(seeds)` samples of one prompt. A sample's tokens depend on (weights, prompt, sampling, its seed) alone.
+
+    prompt_ids: int32[len]. seeds: one uint32 a sample. max_tokens: optional cap below what `max_model_len` leaves.
+    """
+
+    prompt_ids: Ids
+    seeds: tuple[int, ...]
+    max_tokens: int | None = None
+
+
+OnDone = Callable[[int, int, Completion], None]  # (request index, sample index, completion), as each sample finishes
+
+
+class Engine(Protocol):
+    version: int  # of the weights that `generate` uses
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None = None) -> list[list[Completion]]:
+        """Returns completions in request order, then seed order. A prompt without room gives empty `length` completions."""
+
+    def publish(self, params: Any, version: int) -> None:
+        """Makes the learner's policy parameters the ones that `generate` uses, as `version`; returns when that is proven."""
+
+    def close(self) -> None:
+        """Releases processes, sockets and buffers; idempotent."""

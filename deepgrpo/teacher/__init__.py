@@ -1,0 +1,1 @@
+"""The teacher: corrects failed rollouts and cuts out the prefix that student and teacher share."""

@@ -1,0 +1,1 @@
+"""Metrics, dumps and plots of a run."""

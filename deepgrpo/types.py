@@ -1,0 +1,139 @@
+"""The records that travel between the parts: plain dataclasses over token ids.
+
+Token ids are the truth: what was sampled is what is trained. Ids are read-only int32 arrays, shared by reference; nothing
+decodes and re-encodes a sampled sequence.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Ids = np.ndarray  # int32[len], read-only
+
+
+def as_ids(ids: Sequence[int] | np.ndarray) -> Ids:
+    """Returns `ids` as a read-only int32[len] array.
+
+    Raises:
+      ValueError: if `ids` is not one-dimensional or holds a negative id.
+    """
+    array = np.array(ids, dtype=np.int32)  # always a copy: a caller's buffer must not change what was sampled
+    if array.ndim != 1 or (array.size and array.min() < 0):
+        raise ValueError(f"token ids must be a flat list of non-negative ints, got shape {array.shape}, min {array.min()}")
+    array.flags.writeable = False
+    return array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """One row of a data set, templated and tokenised once.
+
+    index: position in its data set file after filtering; identifies the row in dumps and in validation.
+    data_source: picks the grader (`GSM8K`, `MATH`, `carry_chain`, ...).
+    prompt_ids: int32[len], chat template applied, generation prompt included.
+    ground_truth: what the grader compares with; JSON-serialisable.
+    question: the user's text, for the teacher's prompt and for dumps.
+    extra: further columns of the row; JSON-serialisable.
+    """
+
+    index: int
+    data_source: str
+    prompt_ids: Ids
+    ground_truth: Any
+    question: str
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+    """What the engine continues: a problem's prompt, or that prompt plus a locked prefix (a hard state).
+
+    ids: int32[len], verbatim what the engine is given.
+    problem: the row it belongs to.
+    n: rollouts to make from it (the group's size).
+    group_id: unique within a step, a pure function of (step, position).
+    node: the curriculum's own handle of an injected state (opaque to everyone else); None for a dataset prompt.
+    """
+
+    ids: Ids
+    problem: Problem
+    n: int
+    group_id: str
+    node: Any = None
+
+    @property
+    def locked(self) -> int:
+        """Number of trailing ids that are a locked prefix (0 for a dataset prompt)."""
+        return len(self.ids) - len(self.problem.prompt_ids)
+
+    @property
+    def injected(self) -> bool:
+        return self.node is not None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Completion:
+    """What an engine returns for one sample.
+
+    ids: int32[len], the stop id included when one was sampled.
+    logps: float32[len], natural-log probabilities under the distribution that was actually sampled from.
+    finish_reason: "stop" (a stop id was sampled), "length" (budget used up) or "abort" (never trained, never graded).
+    version: the weight version that produced it.
+    """
+
+    ids: Ids
+    logps: np.ndarray
+    finish_reason: str
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Grade:
+    """A grader's verdict. Three outcomes: `reward` > threshold is right, otherwise wrong, and None is *no verdict*.
+
+    reward: scalar, or None when the infrastructure failed; such a row leaves the batch and is counted, it is never a label.
+    completed: a gradable answer was found.
+    reason: short code (`right`, `wrong`, `unformatted`, `truncated`, `timeout`, `crash`, ...), counted in metrics.
+    answer: the extracted answer, for dumps.
+    right_prefix: characters at the response's start that a step-checking grader found right; None from other graders.
+    """
+
+    reward: float | None
+    completed: bool
+    reason: str
+    answer: str = ""
+    right_prefix: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rollout:
+    """One scored sample of a prompt."""
+
+    completion: Completion
+    grade: Grade
+
+    @property
+    def reward(self) -> float | None:
+        return self.grade.reward
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """All rollouts of one prompt in one step."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+    def verdicts(self) -> list[Rollout]:
+        """The rollouts that have a verdict; everything that counts successes or takes a mean uses only these."""
+        return [r for r in self.rollouts if r.reward is not None]
+
+    def successes(self, threshold: float) -> tuple[int, int]:
+        """Returns (k_succ, k_total): rewards strictly above `threshold`, and rollouts with a verdict."""
+        rewards = [r.reward for r in self.verdicts()]
+        return sum(r > threshold for r in rewards), len(rewards)
+
+    def failures(self, threshold: float) -> list[Rollout]:
+        return [r for r in self.verdicts() if r.reward <= threshold]

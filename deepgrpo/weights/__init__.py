@@ -1,0 +1,1 @@
+"""Checkpoints, Hugging Face weights, and their publication to rollout engines."""

@@ -1,0 +1,41 @@
+"""Shared set-up: JAX on CPU with eight fake devices, and the golden and data folders."""
+
+import json
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import pytest  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def shared_folder(name: str, variable: str) -> pathlib.Path:
+    """The folder that an environment variable names, else ../shared/<name> beside the checkout; may be absent."""
+    return pathlib.Path(os.environ.get(variable, ROOT.parent / "shared" / name))
+
+
+def golden_files(pattern: str) -> list[pathlib.Path]:
+    return sorted(shared_folder("golden", "DEEPGRPO_GOLDEN").glob(pattern))
+
+
+def golden_cases(pattern: str, kinds: set[str]) -> list:
+    """Parametrisation of a suite's cases of the given kinds, or one skipped case that says what is absent."""
+    cases = [
+        pytest.param(case, id=case["name"])
+        for path in golden_files(pattern)
+        for case in json.loads(path.read_text())["cases"]
+        if case["kind"] in kinds
+    ]
+    absent = pytest.mark.skip(reason=f"golden cases {pattern} are absent: set DEEPGRPO_GOLDEN")
+    return cases or [pytest.param(None, marks=absent, id="absent")]
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> pathlib.Path:
+    folder = shared_folder("data", "DEEPGRPO_DATA")
+    if not folder.is_dir():
+        pytest.skip(f"real data sets are absent: {folder} (set DEEPGRPO_DATA)")
+    return folder

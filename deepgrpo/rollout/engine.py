@@ -7,6 +7,7 @@ is greedy: the argmax, whose log-prob is reported under temperature 1 without to
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -55,3 +56,9 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Releases processes, sockets and buffers; idempotent."""
+
+
+def sample_seed(seed: int, step: int, purpose: str, prompt: int, sample: int) -> int:
+    """uint32 seed of one sample: a pure function of the run's seed and the sample's place, never of a global generator."""
+    text = f"{seed}/{step}/{purpose}/{prompt}/{sample}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")

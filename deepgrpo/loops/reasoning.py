@@ -1,0 +1,66 @@
+"""One request, one answer: the loop of the mathematics tasks (and of every task without tools)."""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Sequence
+
+from deepgrpo.loops.base import Setting
+from deepgrpo.rewards.grade import Answer
+from deepgrpo.rollout.engine import Request, sample_seed
+from deepgrpo.types import Completion, Grade, Group, Ids, Prompt, Rollout
+
+
+def run(setting: Setting, prompts: Sequence[Prompt], step: int, purpose: str) -> list[Group]:
+    """Rolls every prompt out `prompt.n` times and grades each answer as soon as it is finished.
+
+    A completion that was aborted is left out of its group: it is neither a success nor a failure.
+
+    Args:
+      step, purpose: name the random stream ("train", "validation"), together with the prompt's place in `prompts`.
+
+    Raises:
+      TimeoutError: grading did not end within `setting.grading_deadline` seconds after the last completion.
+    """
+    requests = [
+        Request(p.ids, tuple(sample_seed(setting.seed, step, purpose, i, j) for j in range(p.n))) for i, p in enumerate(prompts)
+    ]
+    verdicts: dict[tuple[int, int], concurrent.futures.Future[Grade]] = {}
+
+    def grade(i: int, j: int, completion: Completion) -> None:
+        if completion.finish_reason != "abort":
+            verdicts[i, j] = setting.grading.submit(as_answer(setting, prompts[i], completion))
+
+    completions = setting.engine.generate(requests, setting.sampling, on_done=grade)
+    _, late = concurrent.futures.wait(verdicts.values(), timeout=setting.grading_deadline)
+    if late:
+        raise TimeoutError(f"step {step}: {len(late)} of {len(verdicts)} answers had no verdict {setting.grading_deadline:.0f} s "
+                           "after the last rollout; the grading service hangs (rewards.workers, rewards.deadline)")
+    return [
+        Group(p, tuple(Rollout(c, verdicts[i, j].result()) for j, c in enumerate(completions[i]) if (i, j) in verdicts))
+        for i, p in enumerate(prompts)
+    ]
+
+
+def as_answer(setting: Setting, prompt: Prompt, completion: Completion) -> Answer:
+    """The text that the grader sees: what the student wrote now, with its locked prefix apart; stop ids are not text."""
+    problem = prompt.problem
+    locked = prompt.ids[len(problem.prompt_ids) :]
+    return Answer(
+        data_source=problem.data_source,
+        question=problem.question,
+        prefix=setting.tokenizer.decode(locked.tolist()),
+        response=text_of(setting, completion.ids),
+        finish_reason=completion.finish_reason,
+        ground_truth=problem.ground_truth,
+        extra=problem.extra,
+    )
+
+
+def text_of(setting: Setting, ids: Ids) -> str:
+    ended = len(ids) > 0 and int(ids[-1]) in setting.sampling.stop_ids
+    return setting.tokenizer.decode((ids[:-1] if ended else ids).tolist())
+
+
+def with_sampling(setting: Setting, **changes) -> Setting:
+    """The same parties under another sampled distribution (validation)."""
+    return dataclasses.replace(setting, sampling=dataclasses.replace(setting.sampling, **changes))

@@ -1,4 +1,7 @@
-"""Shape of a decoder, read from a Hugging Face `config.json`."""
+"""Shape of a decoder, read from a Hugging Face `config.json` and written back to one.
+
+What the decoder cannot compute exactly is refused here, by name, before any weight is read.
+"""
 
 import dataclasses
 import json
@@ -6,13 +9,64 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# Settings of each rope type: required, optional. `rope_theta` and the type itself stand beside them.
+ROPE_TYPES = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    "yarn": (
+        ("factor",),
+        (
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    ),
+}
+_STRETCHED = ("llama3", "yarn")  # types that need the context length of pre-training
+
+_REQUIRED = (
+    "model_type",
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+# What an absent key means, as transformers' own configuration classes define it for all three model types.
+_WHEN_ABSENT = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "layer_types": None,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "quantization_config": None,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A Llama-like decoder: Qwen2/2.5 (`qkv_bias`), Qwen3 (`qk_norm`), Llama and SmolLM2 (neither).
 
     vocab_size counts the embedding's rows; ids at or above `len(tokenizer)` are phantom and never sampled.
-    rope_scaling is a mapping as Hugging Face writes it, frozen into sorted items, or None.
+    rope_scaling is a mapping as Hugging Face writes it (key `rope_type` included), frozen into sorted items; None: plain rope.
     """
 
     model_type: str
@@ -30,3 +84,140 @@ class ModelConfig:
     qk_norm: bool
     max_position_embeddings: int
     rope_scaling: tuple[tuple[str, Any], ...] | None = None
+
+    @classmethod
+    def from_hf(cls, folder: str | pathlib.Path) -> "ModelConfig":
+        """Reads `folder/config.json`, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+
+        Raises:
+          FileNotFoundError: there is no config.json.
+          ValueError: a key is missing, or asks for something that the decoder does not compute; every such key is listed.
+        """
+        path = pathlib.Path(folder) / "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: not found. Expected a Hugging Face model folder (config.json, *.safetensors)")
+        return cls.from_hf_dict(json.loads(path.read_text(encoding="utf-8")), source=str(path))
+
+    @classmethod
+    def from_hf_dict(cls, hf: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
+        """Same, from the parsed content; `source` names it in errors."""
+        missing = [key for key in _REQUIRED if hf.get(key) is None]
+        if missing:
+            raise ValueError(f"{source}: missing {', '.join(missing)}. Expected the config.json of a causal language model")
+        hf = {**_WHEN_ABSENT, **hf}
+        if hf["model_type"] not in ARCHITECTURES:
+            raise ValueError(f"{source}: model_type is {hf['model_type']!r}, expected one of {', '.join(sorted(ARCHITECTURES))}")
+        problems = _unsupported(hf)
+        rope, rope_problems = _rope(hf)
+        problems += rope_problems
+        heads = hf["num_attention_heads"]
+        kv_heads = hf["num_key_value_heads"] or heads
+        head_size = hf["head_dim"] or (128 if hf["model_type"] == "qwen3" else hf["hidden_size"] // heads)
+        if heads % kv_heads:
+            problems.append(f"num_attention_heads is {heads}, expected a multiple of num_key_value_heads ({kv_heads})")
+        if head_size % 2:
+            problems.append(f"head_dim is {head_size}, expected an even number")
+        if problems:
+            raise ValueError(f"{source}: the decoder does not support this model:\n  " + "\n  ".join(problems))
+        theta = float(rope.pop("rope_theta"))
+        return cls(
+            model_type=hf["model_type"],
+            vocab_size=hf["vocab_size"],
+            num_layers=hf["num_hidden_layers"],
+            width=hf["hidden_size"],
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=head_size,
+            mlp_width=hf["intermediate_size"],
+            rope_theta=theta,
+            rms_norm_eps=float(hf["rms_norm_eps"]),
+            tie_embeddings=bool(hf["tie_word_embeddings"]),
+            qkv_bias=hf["model_type"] == "qwen2",
+            qk_norm=hf["model_type"] == "qwen3",
+            max_position_embeddings=hf["max_position_embeddings"],
+            rope_scaling=None if rope["rope_type"] == "default" else tuple(sorted(rope.items())),
+        )
+
+    def to_hf_dict(self) -> dict[str, Any]:
+        """The content of a config.json, in the older spelling of rope, which every version of transformers and vLLM reads."""
+        hf = {
+            "architectures": [ARCHITECTURES[self.model_type]],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.width,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_size,
+            "intermediate_size": self.mlp_width,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None if self.rope_scaling is None else dict(self.rope_scaling),
+            "tie_word_embeddings": self.tie_embeddings,
+        }
+        if self.model_type == "llama":
+            hf |= {"attention_bias": False, "mlp_bias": False}
+        else:
+            hf |= {"use_sliding_window": False}
+        if self.model_type == "qwen3":
+            hf |= {"attention_bias": False}
+        return hf
+
+
+def _unsupported(hf: Mapping[str, Any]) -> list[str]:
+    """Settings outside rope that change what the model computes, as `key is ..., expected ...`."""
+    model_type = hf["model_type"]
+    problems = []
+
+    def expect(key: str, *expected: Any) -> None:
+        if hf[key] not in expected:
+            problems.append(f"{key} is {hf[key]!r}, expected {expected[0]!r}")
+
+    expect("hidden_act", "silu", "swish")
+    expect("quantization_config", None)
+    if model_type != "qwen2":  # Qwen2 has biases on q, k and v, and nowhere else, whatever this key says
+        expect("attention_bias", False, None)
+    if model_type == "llama":
+        expect("mlp_bias", False, None)
+        return problems
+    layers = hf["layer_types"]
+    if layers is not None:
+        if other := sorted(set(layers) - {"full_attention"}):
+            problems.append(f"layer_types holds {', '.join(other)}, expected full_attention only")
+    elif hf["use_sliding_window"] and hf["sliding_window"] is not None and hf["max_window_layers"] < hf["num_hidden_layers"]:
+        problems.append(
+            f"use_sliding_window is true with max_window_layers {hf['max_window_layers']} of {hf['num_hidden_layers']} layers, "
+            "expected full attention in every layer"
+        )
+    return problems
+
+
+def _rope(hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns rope's settings (`rope_theta`, `rope_type` and those of the type) and what is unsupported about them."""
+    given = dict(hf["rope_scaling"] or hf["rope_parameters"] or {})
+    where = "rope_scaling" if hf["rope_scaling"] else "rope_parameters"
+    if nested := sorted(key for key, value in given.items() if isinstance(value, Mapping)):
+        return {}, [f"{where} is nested by layer type ({', '.join(nested)}), expected one flat mapping"]
+    theta = given.pop("rope_theta", None) or hf["rope_theta"]
+    old_spelling = given.pop("type", None)
+    rope_type = given.pop("rope_type", None) or old_spelling or "default"
+    partial = given.pop("partial_rotary_factor", None) or hf["partial_rotary_factor"]
+    problems = []
+    if partial is not None and partial != 1.0:
+        problems.append(f"partial_rotary_factor is {partial}, expected 1.0")
+    if rope_type not in ROPE_TYPES:
+        problems.append(f"{where}.rope_type is {rope_type!r}, expected one of {', '.join(ROPE_TYPES)}")
+        return {}, problems
+    required, optional = ROPE_TYPES[rope_type]
+    given = {key: value for key, value in given.items() if value is not None}
+    if missing := [key for key in required if key not in given]:
+        problems.append(f"{where} of type {rope_type} lacks {', '.join(missing)}")
+    if unknown := sorted(set(given) - set(required) - set(optional)):
+        problems.append(f"{where} of type {rope_type} has {', '.join(unknown)}, expected only {', '.join(required + optional)}")
+    if rope_type in _STRETCHED:  # a top-level value wins, and without any the model's own context length stands in
+        given.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+        if hf.get("original_max_position_embeddings") is not None:
+            given["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
+    return {"rope_theta": theta, "rope_type": rope_type, **given}, problems

@@ -14,6 +14,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.name = config_dict.placeholder(str)  # of the run; its folder is <run_dir>/<name>
     config.run_dir = "runs"  # folder of run folders
     config.seed = 0  # all randomness is fold_in(seed, step, purpose, index)
+    config.requires_accelerator = False  # True: sized for a GPU or TPU; refuses to start on a CPU
     config.strict_reference = False  # reproduce the reference's known hazards instead of their fixes (docs/method.md)
 
     config.train = section()
@@ -23,12 +24,14 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.model = section()
     config.model.path = config_dict.placeholder(str)  # Hugging Face folder: config, safetensors, tokenizer
+    config.model.origin = ""  # how to get it, said when it is missing: a Hugging Face repository (OWNER/NAME) or a command
     config.model.dtype = "bfloat16"  # of activations and matmuls: bfloat16 | float32; masters are always float32
     config.model.remat = "full"  # activation recomputation a layer: none | dots | full
 
     config.data = section()
     config.data.train = ()  # training files or folders: "NAME:PATH" (NAME picks the reader: data/dataset.py) or a generator's name
     config.data.validation = ()  # validation files, likewise
+    config.data.origin = ""  # how to get the files, said when they are missing
     config.data.batch_size = 128  # dataset prompts a step
     config.data.max_prompt_length = 512  # tokens after templating; longer prompts are filtered out and counted
     config.data.template = "chat"  # how a question becomes prompt ids: data/templates.py
@@ -130,6 +133,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.checkpoint.save_best = True  # also keep the one with the best validation score
     config.checkpoint.best_metric = ""  # validation metric that decides; "": the average over sources
     config.checkpoint.resume = "auto"  # auto: from the newest complete checkpoint | never: refuse a used run folder
+    config.checkpoint.accept_changes = ()  # keys that may differ from the run that is resumed, besides the harmless ones
 
     config.telemetry = section()
     config.telemetry.tensorboard = True

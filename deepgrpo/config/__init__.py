@@ -1,0 +1,19 @@
+"""What a run is: from the command line to a checked configuration, its inputs and the record of it in the run folder.
+
+Nothing in here imports JAX or loads a model: a mistyped key, a missing file or an unreachable teacher is reported within seconds.
+"""
+
+from deepgrpo.config.command_line import CommandLine, ConfigError, flatten, from_command_line, validate
+from deepgrpo.config.inputs import check_inputs
+from deepgrpo.config.resolved import run_folder, write_resolved
+
+__all__ = [
+    "CommandLine",
+    "ConfigError",
+    "check_inputs",
+    "flatten",
+    "from_command_line",
+    "run_folder",
+    "validate",
+    "write_resolved",
+]

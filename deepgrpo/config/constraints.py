@@ -1,0 +1,249 @@
+"""Values and combinations of values that cannot work, found before anything is loaded."""
+
+import difflib
+import math
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import config_dict
+
+STEP_CHECKED = ("carry_chain", "arithmetic")  # data sets whose grader reports how much of a wrong answer was right
+GENERATED = ("carry_chain", "arithmetic")  # data sets that come from a generator, not from a file
+ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
+
+CHOICES = {
+    "model.dtype": ("bfloat16", "float32"),
+    "model.remat": ("none", "dots", "full"),
+    "rollout.engine": ("native",),
+    "loop": ("reasoning",),
+    "curriculum.pool": ("none", "forest"),
+    "curriculum.injection_mode": ("add", "replace"),
+    "curriculum.failures": ("all", "longest_prefix"),
+    "teacher.enable_thinking": ("true", "false", "unset"),
+    "teacher.splice": ("text", "tokens"),
+    "objective.advantage": ("group_mean", "grpo_std"),
+    "objective.kl_type": ("low_var_kl", "kl", "abs", "mse"),
+    "objective.teacher_loss": ("null",),
+    "optim.schedule": ("constant", "cosine"),
+    "checkpoint.resume": ("auto", "never"),
+}
+
+RANGES = {  # key: interval of its value or of each element
+    "seed": "[0, 2147483647]",
+    "train.epochs": "[1, inf)",
+    "train.steps": "[0, inf)",
+    "train.student_tokens": "[0, inf)",
+    "data.batch_size": "[1, inf)",
+    "data.max_prompt_length": "[1, inf)",
+    "data.limit": "[0, inf)",
+    "data.validation_limit": "[0, inf)",
+    "rollout.n": "[2, inf)",
+    "rollout.temperature": "(0, inf)",
+    "rollout.top_p": "(0, 1]",
+    "rollout.top_k": "[-1, inf)",
+    "rollout.slots": "[1, inf)",
+    "rollout.decode_steps": "[1, inf)",
+    "rewards.workers": "[1, inf)",
+    "rewards.deadline": "(0, inf)",
+    "curriculum.injection_ratio": "(0, 1]",
+    "curriculum.rollout_n": "[0, inf)",
+    "curriculum.min_remaining_tokens": "[1, inf)",
+    "curriculum.max_events_per_parent": "[0, inf)",
+    "curriculum.max_events": "[0, inf)",
+    "curriculum.max_nodes_per_tree": "[0, inf)",
+    "teacher.temperatures": "[0, inf)",
+    "teacher.attempts_per_temperature": "[1, inf)",
+    "teacher.timeout": "(0, inf)",
+    "teacher.deadline": "(0, inf)",
+    "teacher.max_tokens": "[0, inf)",
+    "teacher.max_concurrent": "[1, inf)",
+    "teacher.min_prefix_match_tokens": "[0, inf)",
+    "teacher.min_prefix_match_ratio": "[0, 1]",
+    "teacher.min_suffix_len": "[0, inf)",
+    "teacher.token_budget": "[0, inf)",
+    "teacher.money_budget": "[0, inf)",
+    "teacher.prompt_price": "[0, inf)",
+    "teacher.completion_price": "[0, inf)",
+    "teacher.breaker_failures": "[1, inf)",
+    "teacher.breaker_seconds": "(0, inf)",
+    "objective.clip_low": "(0, 1)",
+    "objective.clip_high": "(0, inf)",
+    "objective.clip_c": "(1, inf)",
+    "objective.kl_coef": "[0, inf)",
+    "optim.lr": "(0, inf)",
+    "optim.warmup_steps": "[0, inf)",
+    "optim.b1": "[0, 1)",
+    "optim.b2": "[0, 1)",
+    "optim.eps": "(0, inf)",
+    "optim.weight_decay": "[0, inf)",
+    "optim.grad_clip": "(0, inf)",
+    "optim.mini_batch_prompts": "[1, inf)",
+    "optim.ppo_epochs": "[1, inf)",
+    "learner.micro_batch_tokens": "[1, inf)",
+    "learner.buckets": "[1, inf)",
+    "learner.logprob_block": "[1, inf)",
+    "validation.every": "[0, inf)",
+    "validation.n": "[1, inf)",
+    "validation.temperature": "[0, inf)",
+    "validation.top_p": "(0, 1]",
+    "checkpoint.every": "[0, inf)",
+    "checkpoint.keep": "[1, inf)",
+    "telemetry.rollouts_every": "[0, inf)",
+}
+
+
+def inside(value: float, interval: str) -> bool:
+    """Whether `value` lies in an interval as written in mathematics, `(0, 1]`; `inf` stands for no bound."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    return (value > low or (interval[0] == "[" and value == low)) and (value < high or (interval[-1] == "]" and value == high))
+
+
+def problems(config: config_dict.ConfigDict, flat: Mapping[str, Any]) -> list[str]:
+    """Returns every problem of a configuration's values, `flat` being the same by dotted key."""
+    found = []
+    for key, allowed in CHOICES.items():
+        if flat[key] not in allowed:
+            near = difflib.get_close_matches(str(flat[key]), allowed, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            found.append(f"{key} = {flat[key]!r}: expected one of {', '.join(allowed)}{hint}")
+    for key, interval in RANGES.items():
+        values = flat[key] if isinstance(flat[key], tuple) else (flat[key],)
+        if not all(inside(value, interval) for value in values):
+            found.append(f"{key} = {flat[key]!r}: expected {'each ' if isinstance(flat[key], tuple) else ''}in {interval}")
+    # A rule over a value that is wrong by itself would only add noise.
+    broken = {problem.partition(" ")[0] for problem in found}
+    for keys, fits, expected in rules(config):
+        if not fits and not broken.intersection(keys):
+            found.append(f"{', '.join(f'{key} = {flat[key]!r}' for key in keys)}: {expected}")
+    return found
+
+
+Rule = tuple[tuple[str, ...], bool, str]  # keys, whether their values fit, what is expected and what to do
+
+
+def rules(config: config_dict.ConfigDict) -> list[Rule]:
+    """Only what the run will use is judged: without injection nobody asks the teacher."""
+    injects = config.curriculum.pool != "none"
+    return (
+        size_rules(config)
+        + (curriculum_rules(config) if injects else [])
+        + (teacher_rules(config) if injects and config.teacher.enabled else [])
+    )
+
+
+def size_rules(config: config_dict.ConfigDict) -> list[Rule]:
+    data, rollout, learner, optim = config.data, config.rollout, config.learner, config.optim
+    return [
+        (
+            ("name",),
+            bool(re.fullmatch(r"[\w][\w.+=-]*", str(config.name))),
+            "expected a folder's name: letters, digits and . _ - + =",
+        ),
+        (("data.train",), bool(data.train), "expected at least one training set; add --config.data.train=NAME:PATH"),
+        (
+            ("validation.every", "data.validation"),
+            config.validation.every == 0 or bool(data.validation),
+            "validation needs a validation set; name one, or set --config.validation.every=0",
+        ),
+        (("rollout.top_k",), rollout.top_k != 0, "expected -1 (off) or a whole number above 0"),
+        (
+            ("data.max_prompt_length", "rollout.max_model_len"),
+            data.max_prompt_length < rollout.max_model_len,
+            "the longest prompt must leave room for a response; raise rollout.max_model_len or lower data.max_prompt_length",
+        ),
+        (
+            ("optim.mini_batch_prompts", "data.batch_size"),
+            optim.mini_batch_prompts <= data.batch_size,
+            "an optimizer step cannot hold more prompts than a training step; lower optim.mini_batch_prompts",
+        ),
+        (
+            ("learner.buckets",),
+            bool(learner.buckets) and list(learner.buckets) == sorted(set(learner.buckets)),
+            "expected at least one row length, in rising order",
+        ),
+        (
+            ("learner.buckets", "rollout.max_model_len"),
+            not learner.buckets or learner.buckets[-1] >= rollout.max_model_len,
+            "the last bucket must hold the longest sequence; append rollout.max_model_len to learner.buckets",
+        ),
+        (
+            ("learner.micro_batch_tokens", "learner.buckets"),
+            not learner.buckets or learner.micro_batch_tokens >= learner.buckets[-1],
+            "a micro-batch must hold one row of the longest bucket; raise learner.micro_batch_tokens",
+        ),
+        (
+            ("learner.mesh",),
+            len(learner.mesh) == 3 and learner.mesh.count(-1) <= 1 and all(size == -1 or size > 0 for size in learner.mesh),
+            "expected devices along (data, fsdp, tensor), at most one of them -1 (what is left)",
+        ),
+        (
+            ("validation.n", "validation.temperature"),
+            config.validation.n == 1 or config.validation.temperature > 0,
+            "greedy answers to one problem are all the same; set validation.n=1 or a temperature above 0",
+        ),
+    ]
+
+
+def curriculum_rules(config: config_dict.ConfigDict) -> list[Rule]:
+    curriculum, data = config.curriculum, config.data
+    return [
+        (
+            ("curriculum.injection_ratio", "data.batch_size"),
+            math.floor(curriculum.injection_ratio * data.batch_size + 1e-9) >= 1,
+            "ratio * batch size is below 1: no state would ever be injected; raise either, or set curriculum.pool=none",
+        ),
+        (
+            ("curriculum.injection_mode", "curriculum.injection_ratio"),
+            curriculum.injection_mode == "add" or curriculum.injection_ratio < 1,
+            "every dataset prompt would be replaced and no new failure found; lower the ratio or use injection_mode=add",
+        ),
+        (
+            ("curriculum.rollout_n",),
+            curriculum.rollout_n != 1,
+            "a group of one has no advantage; expected 0 (rollout.n) or at least 2",
+        ),
+        (
+            ("data.max_prompt_length", "rollout.max_model_len", "curriculum.min_remaining_tokens"),
+            data.max_prompt_length < config.rollout.max_model_len - curriculum.min_remaining_tokens,
+            "the longest prompt leaves no room for a prefix and curriculum.min_remaining_tokens; raise rollout.max_model_len",
+        ),
+        (
+            ("curriculum.failures", "data.train"),
+            curriculum.failures == "all" or all(name.partition(":")[0] in STEP_CHECKED for name in data.train),
+            f"longest_prefix needs a grader that checks steps ({', '.join(STEP_CHECKED)}); use curriculum.failures=all",
+        ),
+    ]
+
+
+def teacher_rules(config: config_dict.ConfigDict) -> list[Rule]:
+    teacher = config.teacher
+    return [
+        (
+            ("teacher.base_url",),
+            teacher.base_url == ORACLE or bool(re.match(r"https?://[^/\s]+", teacher.base_url)),
+            f"expected http://HOST:PORT/v1 or {ORACLE}",
+        ),
+        (
+            ("teacher.base_url", "data.train"),
+            teacher.base_url != ORACLE or all(name.partition(":")[0] in STEP_CHECKED for name in config.data.train),
+            f"the rule-based teacher only knows {', '.join(STEP_CHECKED)}; set teacher.base_url to an endpoint",
+        ),
+        (("teacher.temperatures",), bool(teacher.temperatures), "expected at least one temperature"),
+        (
+            ("teacher.deadline", "teacher.timeout"),
+            teacher.deadline >= teacher.timeout,
+            "a correction's deadline covers its requests; raise teacher.deadline or lower teacher.timeout",
+        ),
+        (
+            ("teacher.money_budget", "teacher.prompt_price", "teacher.completion_price"),
+            teacher.money_budget == 0 or teacher.prompt_price + teacher.completion_price > 0,
+            "a money budget needs prices",
+        ),
+        (
+            ("teacher.replay",),
+            not teacher.replay or pathlib.Path(teacher.replay).is_dir(),
+            "expected the folder of an earlier run's replies (<run>/teacher); it does not exist",
+        ),
+    ]

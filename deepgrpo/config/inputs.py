@@ -1,0 +1,141 @@
+"""What a configuration needs from outside: weights, data, the teacher's endpoint and key, an accelerator.
+
+Everything that is missing is collected into one message that says how to get it, so that a newcomer mends a machine once, not
+once per attempt.
+"""
+
+import glob
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import urllib.error
+import urllib.request
+
+from ml_collections import config_dict
+
+from deepgrpo.config.command_line import ConfigError
+from deepgrpo.config.constraints import GENERATED, ORACLE
+
+ENDPOINT_DEADLINE = 5.0  # seconds for GET /models: a healthy server answers at once
+DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave behind; asking JAX would start its backends
+    "/dev/nvidia[0-9]*",
+    "/dev/dxg",
+    "/dev/kfd",
+    "/dev/accel[0-9]*",
+    "/dev/vfio/[0-9]*",
+)
+
+
+def check_inputs(config: config_dict.ConfigDict, resuming: bool = False) -> list[str]:
+    """Checks files, endpoint, key and device; returns warnings.
+
+    resuming: the run has a checkpoint. A teacher that is down then only gives a warning: training goes on without it.
+
+    Raises:
+      ConfigError: something is missing; the message holds everything that is, each with the way to get it.
+    """
+    teacher = teacher_problems(config)
+    missing = accelerator_problems(config) + model_problems(config) + data_problems(config) + ([] if resuming else teacher)
+    if missing:
+        count = "1 thing is" if len(missing) == 1 else f"{len(missing)} things are"
+        listed = [f"\n{i}. {what}\n   -> {remedy}" for i, (what, remedy) in enumerate(missing, 1)]
+        raise ConfigError(f"run {config.name} cannot start: {count} missing" + "".join(listed))
+    return [f"{what} -> {remedy}" for what, remedy in teacher] if resuming else []
+
+
+Problem = tuple[str, str]  # what is missing, how to get it
+
+
+def accelerator_problems(config: config_dict.ConfigDict) -> list[Problem]:
+    if not config.requires_accelerator:
+        return []
+    anyway = "to run on this machine's CPU all the same (very slowly), add --config.requires_accelerator=false"
+    if os.environ.get("JAX_PLATFORMS", "").lower() == "cpu":
+        return [("accelerator: JAX_PLATFORMS=cpu is set, this experiment needs a GPU or TPU", f"unset JAX_PLATFORMS; {anyway}")]
+    if not any(glob.glob(pattern) for pattern in DEVICE_NODES):
+        smaller = "on a CPU, try configs/carry_chain.py or configs/smollm2.py"
+        return [("accelerator: this experiment needs a GPU or TPU, and this machine shows none", f"{smaller}; {anyway}")]
+    plugins = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if importlib.util.find_spec(name)]
+    if glob.glob("/dev/nvidia[0-9]*") and not plugins:
+        return [
+            (
+                "accelerator: there is an NVIDIA GPU, but JAX's plugin for it is not installed",
+                "run DEEPGRPO_JAX=cuda13 launch/env.sh (cuda12 for drivers below 580)",
+            )
+        ]
+    return []
+
+
+def model_problems(config: config_dict.ConfigDict) -> list[Problem]:
+    """The files that a Hugging Face model folder must have; shards are counted against their index."""
+    folder = pathlib.Path(config.model.path)
+    origin = config.model.origin
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", origin):
+        get = f"hf download {origin} --local-dir {folder}   (or point --config.model.path at your copy)"
+    elif origin:
+        get = origin
+    else:
+        get = f"put a Hugging Face model there: hf download OWNER/NAME --local-dir {folder}, or set --config.model.path"
+    if not folder.is_dir():
+        return [(f"model: folder {folder} does not exist", get)]
+    absent = [] if (folder / "config.json").is_file() else ["config.json"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        absent += [name for name in shards if not (folder / name).is_file()]
+    elif not list(folder.glob("*.safetensors")):
+        absent.append("model.safetensors")
+    has_vocabulary = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
+    if not (has_vocabulary or any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))):
+        absent.append("tokenizer.json")
+    return [(f"model: {folder} lacks {', '.join(absent)}", get)] if absent else []
+
+
+def data_problems(config: config_dict.ConfigDict) -> list[Problem]:
+    """Data sets are "NAME:PATH"; those that are generated have no file."""
+    absent = []
+    for key, sets in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        for name in sets:
+            reader, _, path = name.partition(":")
+            if reader not in GENERATED and not pathlib.Path(path).exists():
+                absent.append(f"{path or name} ({key})")
+    if not absent:
+        return []
+    get = config.data.origin or "put the files there, or point --config.data.train and --config.data.validation at yours"
+    return [(f"data: {', '.join(absent)} not found", get)]
+
+
+def teacher_problems(config: config_dict.ConfigDict) -> list[Problem]:
+    """Asks the endpoint for its models, and compares them with the one that the configuration names."""
+    teacher = config.teacher
+    if config.curriculum.pool == "none" or not teacher.enabled or teacher.base_url == ORACLE or teacher.replay:
+        return []
+    problems = []
+    key = os.environ.get(teacher.api_key_env, "")
+    if not key:
+        remedy = f"export {teacher.api_key_env}=YOUR_KEY   (EMPTY for a server of your own that wants none)"
+        problems.append((f"teacher: environment variable {teacher.api_key_env} is not set", remedy))
+    url = teacher.base_url.rstrip("/") + "/models"
+    serve = (
+        f"start one, for instance: vllm serve {teacher.model} --port 8001 --max-model-len 32768; set --config.teacher.base_url"
+    )
+    without = "or train without a teacher: --config.teacher.enabled=false"
+    try:
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+        with urllib.request.urlopen(request, timeout=ENDPOINT_DEADLINE) as response:
+            served = [model["id"] for model in json.load(response)["data"]]
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403) and not key:
+            return problems  # the missing key explains it
+        remedy = f"check {teacher.api_key_env}" if error.code in (401, 403) else f"check --config.teacher.base_url, {without}"
+        return [*problems, (f"teacher: GET {url} answered {error.code} {error.reason}", remedy)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "reason", error)
+        what = f"teacher: GET {url} gave no list of models within {ENDPOINT_DEADLINE:g} s ({type(error).__name__}: {reason})"
+        return [*problems, (what, f"{serve}, {without}")]
+    if teacher.model not in served:
+        remedy = f"set --config.teacher.model to a served one, or serve it with --served-model-name {teacher.model}"
+        problems.append((f"teacher: {url} serves {', '.join(served) or 'nothing'}, not {teacher.model}", remedy))
+    return problems

@@ -1,0 +1,48 @@
+"""Environment variables of the original DEEP-GRPO scripts, and the keys that do their work here (docs/knobs.md explains each).
+
+Nothing here reads them as settings: a run is described by its configuration alone. One that is set is answered by a warning that
+names its key, so that nobody believes it had an effect.
+"""
+
+from collections.abc import Mapping
+
+KEYS = {
+    "ACTOR_OPTIMIZER_OFFLOAD": "learner.mesh",
+    "ACTOR_PARAM_OFFLOAD": "learner.mesh",
+    "INJECTION_RATIO": "curriculum.injection_ratio",
+    "LOG_PROB_MICRO_BATCH_SIZE_PER_GPU": "learner.micro_batch_tokens",
+    "MAX_MODEL_LEN": "rollout.max_model_len",
+    "MAX_PROMPT_LENGTH": "data.max_prompt_length",
+    "MIN_PREFIX_MATCH_RATIO": "teacher.min_prefix_match_ratio",
+    "MIN_PREFIX_MATCH_TOKENS": "teacher.min_prefix_match_tokens",
+    "MIN_SUFFIX_LEN": "teacher.min_suffix_len",
+    "MODEL": "model.path",
+    "OPENAI_BASE_URL": "teacher.base_url",
+    "OUTPUT_DIR": "run_dir",
+    "PPO_MICRO_BATCH_SIZE_PER_GPU": "learner.micro_batch_tokens",
+    "PPO_MINI_BATCH_SIZE": "optim.mini_batch_prompts",
+    "PREFIX_DEBUG_DUMP_FREQ": "telemetry.rollouts_every",
+    "PREFIX_ROLLOUT_N": "curriculum.rollout_n",
+    "REWARD_THRESHOLD": "rewards.threshold",
+    "ROLLOUT_N": "rollout.n",
+    "RUN_NAME": "name",
+    "SAVE_BEST_CHECKPOINT": "checkpoint.save_best",
+    "SAVE_FREQ": "checkpoint.every",
+    "TEACHER_ENABLE_THINKING": "teacher.enable_thinking",
+    "TEACHER_LOSS_TYPE": "objective.teacher_loss",
+    "TEACHER_MAX_CONCURRENT": "teacher.max_concurrent",
+    "TEACHER_MODEL_NAME": "teacher.model",
+    "TEST_FREQ": "validation.every",
+    "TOTAL_EPOCHS": "train.epochs",
+    "TRAIN_BATCH_SIZE": "data.batch_size",
+    "VAL_FILES": "data.validation",
+}
+
+
+def warnings(environment: Mapping[str, str]) -> list[str]:
+    """Returns one line for each known knob that is set in the environment."""
+    return [
+        f"environment variable {name}={environment[name]} has no effect; write --config.{key}=VALUE (docs/knobs.md)"
+        for name, key in KEYS.items()
+        if name in environment
+    ]

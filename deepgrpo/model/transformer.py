@@ -2,6 +2,10 @@
 
 Parameters carry Hugging Face's names, stacked over layers on axis 0, kernels as [in, out]:
 `embed_tokens/embedding` [V, D], `layers/self_attn/q_proj/kernel` [L, D, N*H], ..., `norm/scale` [D], `lm_head/kernel` [D, V].
+
+Training scans over the stacked layers (`Transformer.__call__`): one layer is compiled, whatever L. Decoding walks them one by
+one (`unstack_layers`, `decode_layers`): a scan would carry the stacked cache and copy all of it for every token, whereas
+separate buffers are updated in place.
 """
 
 from typing import Any
@@ -11,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from deepgrpo.model import rope
-from deepgrpo.model.attention import attention, segment_mask
+from deepgrpo.model.attention import attention, cached_attention, segment_mask, write_cache
 from deepgrpo.model.config import ModelConfig
 
 REMAT_POLICIES = {
@@ -52,7 +56,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x, positions, mask, cache):
-        """x: [B, T, D]; positions: int32[B, T]; mask: bool[B, T, S]; cache: None or (k, v), each [B, S, K, H]."""
+        """x: [B, T, D]; positions: int32[B, T]; mask: bool[B, T, S]; cache: None or (k [B, K, H, S], v [B, K, S, H])."""
         c = self.config
         B, T, _ = x.shape
 
@@ -66,14 +70,12 @@ class Attention(nn.Module):
             q = RMSNorm(c.rms_norm_eps, name="q_norm")(q)
             k = RMSNorm(c.rms_norm_eps, name="k_norm")(k)
         q, k = rope.rotate(q, positions, c), rope.rotate(k, positions, c)
-        if cache is not None:  # a token's slot in the cache is its position; padding has position S and is dropped
-            rows = jnp.arange(B)[:, None]
-            cache = (
-                cache[0].at[rows, positions].set(k.astype(cache[0].dtype), mode="drop"),
-                cache[1].at[rows, positions].set(v.astype(cache[1].dtype), mode="drop"),
-            )
-            k, v = cache
-        out = attention(q, k, v, mask).reshape(B, T, c.num_heads * c.head_size)
+        if cache is None:
+            out = attention(q, k, v, mask)
+        else:
+            cache = write_cache(cache, k, v, positions)
+            out = cached_attention(q, *cache, mask)
+        out = out.reshape(B, T, c.num_heads * c.head_size)
         return Dense(c.width, False, self.dtype, name="o_proj")(out), cache
 
 
@@ -137,20 +139,26 @@ class Transformer(nn.Module):
         Args:
           tokens: int32[B, T]. positions: int32[B, T], each token's position in its own sequence.
           segments: int32[B, T], tokens see earlier tokens of their own segment; 0 is padding. Required without a cache.
-          cache: (k, v), each [L, B, S, K, H]. New keys are written at `positions`; a token sees cache slots <= its position.
+          cache: (k [L, B, K, H, S], v [L, B, K, S, H]). New keys are written at `positions`; a token sees cache slots <= its
+            position.
 
         Returns:
           hidden [B, T, D] in `dtype`, and the updated cache (None without one).
         """
-        if cache is None:
-            mask = segment_mask(segments)
-        else:
-            mask = jnp.arange(cache[0].shape[2])[None, None, :] <= positions[:, :, None]
-        hidden, cache = self.layers(self.embed_tokens(tokens), cache, positions, mask)
+        mask = segment_mask(segments) if cache is None else cache_mask(cache, positions)
+        hidden, cache = self.layers(self.embed(tokens), cache, positions, mask)
         hidden = self.norm(hidden)
         if self.is_initializing() and not self.config.tie_embeddings:
             self.lm_head(hidden[:1, :1])
         return hidden, cache
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """int32[...] -> [..., D] in `dtype`: what the first layer reads."""
+        return self.embed_tokens(tokens)
+
+    def finish(self, x: jax.Array) -> jax.Array:
+        """Final norm and logits of what the last layer wrote: [..., D] -> float32[..., V]."""
+        return self.logits(self.norm(x))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Projects hidden [..., D] onto the vocabulary: float32[..., V]."""
@@ -161,7 +169,40 @@ class Transformer(nn.Module):
         return jnp.einsum("...d,dv->...v", hidden, weight.astype(self.dtype), preferred_element_type=jnp.float32)
 
 
-def empty_cache(config: ModelConfig, batch: int, length: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Key and value caches of zeros, each [L, B, S, K, H]."""
-    shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_size)
-    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+def cache_mask(cache: tuple[jax.Array, jax.Array], positions: jax.Array) -> jax.Array:
+    """bool[B, T, S]: cache slots at or before each token's own position, int32[B, T]."""
+    return jnp.arange(cache[0].shape[-1])[None, None, :] <= positions[:, :, None]
+
+
+def unstack_layers(params: dict, num_layers: int) -> dict:
+    """The same parameters with `layers` as a tuple of L trees; every leaf is a fresh buffer, in jit too."""
+    copied = jax.tree.map(jnp.copy, {name: leaf for name, leaf in params.items() if name != "layers"})
+    layers = tuple(jax.tree.map(lambda leaf, i=i: jnp.copy(leaf[i]), params["layers"]) for i in range(num_layers))
+    return {**copied, "layers": layers}
+
+
+def decode_layers(model: Transformer, params: dict, tokens: jax.Array, positions: jax.Array, caches: tuple):
+    """`Transformer.__call__` with a cache, over unstacked layers and without the final norm.
+
+    Args:
+      params: from `unstack_layers`. tokens, positions: int32[B, T]; a position outside the cache marks padding.
+      caches: L pairs (k [B, K, H, S], v [B, K, S, H]).
+
+    Returns:
+      x [B, T, D], input of `Transformer.finish`, and the updated caches.
+    """
+    top = {name: leaf for name, leaf in params.items() if name != "layers"}
+    x = model.apply({"params": top}, tokens, method="embed")
+    mask = cache_mask(caches[0], positions)
+    layer, updated = Layer(model.config, model.dtype), []
+    for layer_params, cache in zip(params["layers"], caches, strict=True):
+        x, cache = layer.apply({"params": layer_params}, x, cache, positions, mask)
+        updated.append(cache)
+    return x, tuple(updated)
+
+
+def empty_caches(config: ModelConfig, batch: int, length: int, dtype: Any) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """L pairs of zeros: (k [B, K, H, S], v [B, K, S, H]) with B = batch, S = length."""
+    K, H = config.num_kv_heads, config.head_size
+    pair = lambda: (jnp.zeros((batch, K, H, length), dtype), jnp.zeros((batch, K, length, H), dtype))  # noqa: E731
+    return tuple(pair() for _ in range(config.num_layers))

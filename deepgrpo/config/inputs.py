@@ -118,9 +118,7 @@ def teacher_problems(config: config_dict.ConfigDict) -> list[Problem]:
         remedy = f"export {teacher.api_key_env}=YOUR_KEY   (EMPTY for a server of your own that wants none)"
         problems.append((f"teacher: environment variable {teacher.api_key_env} is not set", remedy))
     url = teacher.base_url.rstrip("/") + "/models"
-    serve = (
-        f"start one, for instance: vllm serve {teacher.model} --port 8001 --max-model-len 32768; set --config.teacher.base_url"
-    )
+    serve = f"start one, for instance: vllm serve {teacher.model} --port 8001 --max-model-len 32768"
     without = "or train without a teacher: --config.teacher.enabled=false"
     try:
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})

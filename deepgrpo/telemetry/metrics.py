@@ -1,0 +1,117 @@
+"""Metrics of a run: `<run>/metrics.jsonl`, one line a step, and TensorBoard beside it.
+
+Opening the file again after a crash drops a torn last line and every line past the resumed step, so that in the end it holds what
+an uninterrupted run would have written, but for `timing_s/*` and `perf/*`.
+"""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+FILE = "metrics.jsonl"
+CLOCK_PREFIXES = ("timing_s/", "perf/")  # what two runs of the same computation may differ in
+
+
+class Metrics:
+    """Appends one record a step. Used by one thread.
+
+    run_folder: `<run_dir>/<name>`, made if absent. tensorboard: also write scalars to `<run_folder>/tensorboard`.
+    resumed_step: last step that the loaded checkpoint contains; -1 for a fresh run, which empties the file.
+    """
+
+    def __init__(self, run_folder: str | pathlib.Path, tensorboard: bool, resumed_step: int = -1):
+        folder = pathlib.Path(run_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE
+        self._last = truncate_after(self.path, resumed_step)
+        self._file = open(self.path, "ab")
+        self._writer = None
+        if tensorboard:
+            import tensorboardX  # optional: only who asks for it pays its import
+
+            self._writer = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends a step's metrics, flushed to the operating system.
+
+        Raises:
+          ValueError: `step` is not larger than the last one written: two lines of one step would make every plot lie.
+        """
+        if step <= self._last:
+            raise ValueError(f"{self.path}: step {step} after step {self._last}; a step has one line, steps rise")
+        self._last = step
+        values = {key: as_number(key, value) for key, value in metrics.items()}
+        self._file.write(encode({"step": step} | dict(sorted(values.items()))))
+        self._file.flush()
+        if self._writer:
+            for key, value in values.items():
+                self._writer.add_scalar(key, value, step)
+
+    def sync(self) -> None:
+        """Forces everything to disk; call it before a checkpoint is committed, which must not know more than the file."""
+        os.fsync(self._file.fileno())
+        if self._writer:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.sync()
+            self._file.close()
+        if self._writer:
+            self._writer.close()
+            self._writer = None
+
+
+def as_number(key: str, value: Any) -> int | float:
+    """Turns Python, NumPy and JAX scalars into Python numbers."""
+    if isinstance(value, bool | int):
+        return int(value)
+    if getattr(value, "shape", ()) != ():
+        raise ValueError(f"metric {key} has shape {value.shape}, expected a scalar")
+    return value.item() if hasattr(value, "item") else float(value)
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """One JSON line. JSON has no NaN or infinity: they become the strings "nan", "inf", "-inf", which `float` reads back."""
+    legal = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(legal, allow_nan=False).encode() + b"\n"
+
+
+def read(path: str | pathlib.Path) -> list[dict[str, float]]:
+    """Reads a metrics file (or the one in a run folder) while a run may be writing it: a torn last line is left out."""
+    path = pathlib.Path(path)
+    path = path / FILE if path.is_dir() else path
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [{k: float(v) if isinstance(v, str) else v for k, v in json.loads(line).items()} for line in lines]
+
+
+def without_clock(record: Mapping[str, float]) -> dict[str, float]:
+    """The part of a record that a repeated or resumed run reproduces."""
+    return {key: value for key, value in record.items() if not key.startswith(CLOCK_PREFIXES)}
+
+
+def truncate_after(path: pathlib.Path, step: int) -> int:
+    """Cuts a file behind its last complete line that is not past `step`; returns that line's step, or -1.
+
+    Raises:
+      ValueError: a complete line is not a record; the file was edited or another program writes it.
+    """
+    if not path.exists():
+        return -1
+    kept, last = 0, -1
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                found = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is no metrics record: {line[:80]!r}; move the file away") from error
+            if found > step:
+                break
+            kept, last = kept + len(line), found
+    os.truncate(path, kept)
+    return last

@@ -1,0 +1,129 @@
+"""What a person watches: one live line, or one plain line a step where there is no terminal. And the clock of a step's parts."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import rich.console
+import rich.live
+import rich.text
+
+SHOWN_PARTS = {"gen": "rollouts", "update_actor": "update", "teacher_wait": "teacher", "testing": "validation"}
+
+
+class Timer:
+    """Seconds spent in the named parts of a step, as `timing_s/<part>`; parts may nest, each counts its own whole time."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[part] = self._seconds.get(part, 0.0) + self._clock() - start
+
+    def metrics(self) -> dict[str, float]:
+        """Returns {`timing_s/<part>`: seconds} since the last call, and starts again."""
+        seconds, self._seconds = self._seconds, {}
+        return {f"timing_s/{part}": value for part, value in seconds.items()}
+
+
+class Progress:
+    """Shows how a run goes.
+
+    total_steps: of the whole run. total_tokens: its budget of student tokens, 0 without one; whichever ends first ends the run.
+    first_step, first_tokens: what earlier starts did; the time left is estimated from the pace of this one.
+    enabled: False shows nothing. console: of rich; standard output by default.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        total_tokens: int = 0,
+        first_step: int = 0,
+        first_tokens: int = 0,
+        enabled: bool = True,
+        console: rich.console.Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._total_steps, self._total_tokens = total_steps, total_tokens
+        self._clock, self._begun = clock, clock()
+        self._first_step, self._first_tokens = first_step, first_tokens
+        self._validation = math.nan
+        self._console = (console or rich.console.Console()) if enabled else None
+        self._live = None
+        if self._console and self._console.is_terminal:
+            self._live = rich.live.Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows a finished step, given everything that goes into metrics.jsonl for it."""
+        if self._console is None:
+            return
+        self._validation = validation_score(metrics, self._validation)
+        line = describe(step, self._total_steps, metrics, self._validation, self.seconds_left(step, metrics))
+        if self._live:
+            self._live.update(rich.text.Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        else:
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def seconds_left(self, step: int, metrics: Mapping[str, float]) -> float:
+        """Extrapolates this start's pace to the end of steps or tokens, whichever comes first; NaN before its first step."""
+        if step <= self._first_step:
+            return math.nan
+        elapsed = self._clock() - self._begun
+        left = elapsed / (step - self._first_step) * (self._total_steps - step)
+        if self._total_tokens:
+            tokens = metrics["training/student_tokens"]
+            if tokens > self._first_tokens:
+                left = min(left, elapsed / (tokens - self._first_tokens) * max(self._total_tokens - tokens, 0.0))
+        return left
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+
+def validation_score(metrics: Mapping[str, float], last: float) -> float:
+    """The average over sources if there is one, else the first source's score, else (no validation in this step) `last`."""
+    scores = {key: value for key, value in metrics.items() if key.startswith("val-core/") and "/reward/mean@" in key}
+    averages = [value for key, value in scores.items() if key.startswith("val-core/avg/")]
+    return next(iter(averages or scores.values()), last)
+
+
+def describe(step: int, total: int, metrics: Mapping[str, float], validation: float, seconds_left: float) -> str:
+    """The line: step, reward, validation, forest, teacher, time split, time left. A part without its metric is left out."""
+    parts = [f"step {step}/{total}"]
+    if "critic/main_chain/rewards/mean" in metrics:
+        parts.append(f"reward {metrics['critic/main_chain/rewards/mean']:.3f}")
+    if not math.isnan(validation):
+        parts.append(f"validation {validation:.3f}")
+    if "forest/num_trees" in metrics:
+        states, trees = metrics["forest/active_nonroot_nodes"], metrics["forest/num_trees"]
+        parts.append(f"forest {states:.0f} states in {trees:.0f} trees")
+    if "teacher_worker/total_attempted" in metrics:
+        done, tried = metrics["teacher_worker/total_succeeded"], metrics["teacher_worker/total_attempted"]
+        parts.append(f"teacher {done:.0f} of {tried:.0f}")
+    if "timing_s/step" in metrics:
+        seconds = metrics["timing_s/step"]
+        split = [
+            f"{name} {metrics[f'timing_s/{part}'] / seconds:.0%}"
+            for part, name in SHOWN_PARTS.items()
+            if seconds > 0 and metrics.get(f"timing_s/{part}", 0.0) >= 0.01 * seconds
+        ]
+        parts.append(f"{seconds:.1f} s" + (f" ({', '.join(split)})" if split else ""))
+    if not math.isnan(seconds_left) and step < total:
+        parts.append(f"{duration(seconds_left)} left")
+    return " | ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

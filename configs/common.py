@@ -65,7 +65,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.curriculum.failures = "all"  # of a group's failures send to the teacher: all | longest_prefix (the longest right one)
     config.curriculum.max_events_per_parent = 0  # newest waiting failures kept a state; 0: no bound (the reference)
     config.curriculum.max_events = 0  # waiting failures kept in all, oldest dropped first; 0: no bound
-    config.curriculum.max_nodes_per_tree = 0  # further children are refused; 0: no bound
+    config.curriculum.max_nodes_per_tree = 0  # root included; further children are refused; 0: no bound
+    config.curriculum.drop_retired_events = False  # drop a retired state's waiting failures; False: they stay (the reference)
 
     config.teacher = section()
     config.teacher.enabled = True  # False: no teacher, no new states

@@ -1,0 +1,178 @@
+"""The forest as the training loop's curriculum (the method's default): groups in, hard states out.
+
+Rules of the pool: `forest_pool`. Here: which groups of a step become which observations, and the metrics of a step.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import ml_collections
+import numpy as np
+
+from deepgrpo.curriculum.base import Correction, Failure, State
+from deepgrpo.curriculum.forest_pool import Forest
+from deepgrpo.curriculum.forest_records import Annotation, FailedRollout, tree_key
+from deepgrpo.types import Group, Ids, Rollout
+
+FAILURES = ("all", "longest_prefix")
+
+
+@dataclasses.dataclass
+class _RootGroup:
+    """The dataset groups of a step that share one prompt: the pool sees them as a single group."""
+
+    prompt_ids: Ids
+    k_succ: int = 0
+    k_total: int = 0
+    failed: list[FailedRollout] = dataclasses.field(default_factory=list)
+
+
+class ForestCurriculum:
+    """`base.Curriculum` on a `Forest`.
+
+    Group by group, `observe` is atomic: between two of a step's groups the teacher's thread may be served.
+    """
+
+    def __init__(self, pool: Forest, *, threshold: float, failures: str = "all"):
+        """Args:
+          threshold: success is reward > threshold.
+          failures: of a group's failures send to the teacher "all", or "longest_prefix": the one with the longest right prefix.
+
+        Raises:
+          ValueError: `failures` is neither.
+        """
+        if failures not in FAILURES:
+            raise ValueError(f"curriculum.failures must be one of {', '.join(FAILURES)}, got {failures!r}")
+        self.pool = pool
+        self._threshold = threshold
+        self._failures = failures
+        self._cleaned_before_sampling = 0
+
+    def ready(self) -> int:
+        return self.pool.ready()
+
+    def sample(self, n: int, step: int) -> list[State]:
+        """Removes exhausted trees, then returns at most `n` states, one a tree.
+
+        Raises:
+          ValueError: `step` is negative (-1 means never).
+        """
+        _check_step(step)
+        self._cleaned_before_sampling = self.pool.cleanup()
+        return self.pool.sample_rollout(n, step)
+
+    def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Feeds a step's groups: injected ones to their nodes, dataset ones, merged by prompt, to the roots; then cleans up.
+
+        Rollouts without a verdict count neither as success nor as failure; a group without any verdict is left out and counted.
+
+        Raises:
+          ValueError: `failures` is "longest_prefix" and no failure of a group has a right prefix; or `step` is negative.
+        """
+        _check_step(step)
+        judged = [(group, *group.successes(self._threshold)) for group in groups if group.verdicts()]
+        seen = dict.fromkeys(("observations_recorded", "events_added", "nodes_retired", "root_events_added"), 0)
+        seen |= dict.fromkeys(("root_groups_seen", "root_fail_groups", "root_success_groups"), 0)
+        seen |= dict.fromkeys(("root_trees_created", "root_nodes_deactivated"), 0)
+        for group, k_succ, k_total in judged:
+            if group.prompt.injected:
+                counts = self.pool.observe_node(group.prompt.node, k_succ, k_total, step, self._to_teacher(group))
+                _add(seen, counts)
+                seen["nodes_retired"] += counts["node_retired"]
+        for root in self._root_groups(judged):
+            counts = self.pool.observe_root(root.prompt_ids, root.k_succ, root.k_total, step, root.failed or None)
+            _add(seen, counts)
+            seen["root_groups_seen"] += 1
+            seen["root_fail_groups" if root.k_succ < root.k_total else "root_success_groups"] += 1
+            seen["root_events_added"] += counts["events_added"]
+            seen["root_trees_created"] += counts["tree_created"]
+            seen["root_nodes_deactivated"] += counts["root_deactivated"]
+        seen["trees_cleaned"] = self.pool.cleanup()
+        seen["groups_without_verdict"] = len(groups) - len(judged)
+        injected = [group for group in groups if group.prompt.injected]
+        return {f"forest_pool/{name}_this_step": float(value) for name, value in seen.items()} | {
+            "forest_pool/trees_cleaned_pre_sample": float(self._cleaned_before_sampling),
+            "synthetic_inject/injected_count": float(len(injected)),
+            "synthetic_inject/rollout_n": float(injected[0].prompt.n if injected else 0),
+            "synthetic_inject/failed_collected": float(sum(k_total - k_succ for _, k_succ, k_total in judged)),
+            "synthetic_inject/failure_feed_skipped": float(not judged),
+        }
+
+    def _root_groups(self, judged: Sequence[tuple[Group, int, int]]) -> list[_RootGroup]:
+        """Merges the dataset groups by their prompt, in order of first appearance."""
+        merged: dict[bytes, _RootGroup] = {}
+        for group, k_succ, k_total in judged:
+            if not group.prompt.injected:
+                root = merged.setdefault(tree_key(group.prompt.ids), _RootGroup(group.prompt.ids))
+                root.k_succ += k_succ
+                root.k_total += k_total
+                root.failed += self._to_teacher(group)
+        return list(merged.values())
+
+    def _to_teacher(self, group: Group) -> list[FailedRollout]:
+        """The failures of a group that the teacher is to correct."""
+        failures = group.failures(self._threshold)
+        if failures and self._failures == "longest_prefix":
+            failures = [_longest_right_prefix(group, failures)]
+        return [FailedRollout(group.prompt.problem, rollout.completion.ids) for rollout in failures]
+
+    def dispatch(self, max_items: int, step: int) -> list[Failure]:
+        """Hands out at most `max_items` failures, at most one a tree."""
+        return self.pool.dispatch_teacher(max_items, step)
+
+    def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
+        """Returns the outcome's name (`Forest.teacher_result` lists them)."""
+        annotation = None
+        if correction is not None:
+            annotation = Annotation(
+                state_ids=np.concatenate([failure.state_ids, correction.prefix_ids]),
+                suffix_ids=correction.suffix_ids,
+                reward=correction.reward,
+                failed_suffix_ids=correction.failed_suffix_ids,
+            )
+        return self.pool.teacher_result(failure.event, annotation, step)[0]
+
+    def pending(self) -> int:
+        return self.pool.pending()
+
+    def metrics(self) -> Mapping[str, float]:
+        return self.pool.metrics()
+
+    def state(self, folder: str) -> None:
+        self.pool.state(folder)
+
+    def restore(self, folder: str) -> None:
+        self.pool.restore(folder)
+
+
+def create(config: ml_collections.ConfigDict) -> ForestCurriculum:
+    """Builds the curriculum from the whole configuration."""
+    pool = Forest(
+        max_model_len=config.rollout.max_model_len,
+        min_remaining_tokens=config.curriculum.min_remaining_tokens,
+        max_events_per_parent=config.curriculum.max_events_per_parent,
+        max_events=config.curriculum.max_events,
+        max_nodes_per_tree=config.curriculum.max_nodes_per_tree,
+        drop_retired_events=config.curriculum.drop_retired_events,
+    )
+    return ForestCurriculum(pool, threshold=config.rewards.threshold, failures=config.curriculum.failures)
+
+
+def _check_step(step: int) -> None:
+    if step < 0:
+        raise ValueError(f"step must be >= 0 (-1 means never), got {step}")
+
+
+def _add(seen: dict[str, int], counts: Mapping[str, int]) -> None:
+    for name in ("observations_recorded", "events_added"):
+        seen[name] += counts[name]
+
+
+def _longest_right_prefix(group: Group, failures: Sequence[Rollout]) -> Rollout:
+    graded = [rollout for rollout in failures if rollout.grade.right_prefix is not None]
+    if not graded:
+        raise ValueError(
+            f"curriculum.failures=longest_prefix needs a step-checking grader, but no failure of group {group.prompt.group_id!r} "
+            f"(data source {group.prompt.problem.data_source!r}) carries right_prefix; set curriculum.failures=all"
+        )
+    return max(graded, key=lambda rollout: rollout.grade.right_prefix)

@@ -1,0 +1,253 @@
+"""The forest's indexes: every query of the rules in `forest_pool` is answered without a scan.
+
+`Index` holds trees, nodes and events with the orders and totals that follow from them; each of its methods is one transition that
+keeps all of these consistent. It knows no rule and takes no lock: `forest_pool.Forest` does both.
+"""
+
+import collections
+from bisect import bisect_left, insort
+
+from deepgrpo.curriculum.forest_order import SortedKeys
+from deepgrpo.curriculum.forest_records import Event, Node, Order, Tree, digest
+
+
+class Index:
+    """Trees, nodes and events, with what follows from them kept up to date at each transition."""
+
+    def __init__(self, *, track_arrivals: bool):
+        self.trees: dict[bytes, Tree] = {}
+        self.nodes: dict[int, Node] = {}
+        self.events: dict[int, Event] = {}
+        self.in_flight: dict[int, Event] = {}
+        self.by_rollout = SortedKeys()  # trees with a node in by_rollout, by rollout clock
+        self.by_sft = SortedKeys()  # the same trees, by SFT clock
+        self.by_dispatch = SortedKeys()  # trees with a node in by_dispatch, by dispatch clock
+        self.removable: dict[bytes, None] = {}  # trees without an active node and without events
+        # Waiting events by age, only where a bound on all events needs the oldest. An OrderedDict, because finding the first
+        # key of a plain dict walks over all that were deleted before it.
+        self.arrivals: collections.OrderedDict[int, None] | None = collections.OrderedDict() if track_arrivals else None
+        self.num_active = 0
+        self.num_candidates = 0  # active nodes except roots: what can be rolled out, and trained on by SFT
+        self.num_dispatchable = 0  # waiting events of active nodes
+        self.candidates_histogram: collections.Counter[int] = collections.Counter()  # candidates of a tree -> number of trees
+        self.observed = [0, 0]  # nodes with an observation: [roots, others]
+        self.succeeded = [0, 0]  # of these, with a success in the last one
+        self.sft_updates = 0  # sum over existing nodes
+        self.capture = None  # a running snapshot (forest_state.Capture); it is shown a tree before the tree's first change
+
+    def touch(self, tree: Tree) -> None:
+        """To be called before anything of a tree, its nodes or its waiting events changes (copy on write)."""
+        if self.capture is not None and tree.captured != self.capture.number:
+            self.capture.keep(tree)
+
+    # ---- trees and nodes
+
+    def add_tree(self, tree: Tree) -> None:
+        """Inserts a tree whose `nodes` is empty."""
+        if self.capture is not None:
+            tree.captured = self.capture.number  # younger than the snapshot: not part of it
+        self.trees[tree.key] = tree
+
+    def add_node(self, tree: Tree, node: Node) -> None:
+        self.touch(tree)
+        tree.nodes.append(node)
+        self.nodes[node.id] = node
+        if node.parent is not None:
+            self.nodes[node.parent].children.append(node.id)
+            tree.digests[digest(node.ids)] = node.id
+        if node.active:
+            self._activate(tree, node)
+        self._settle(tree)
+
+    def remove_tree(self, tree: Tree) -> None:
+        """Removes a tree of `removable`; it has no active node and no event, hence is in no order."""
+        self.touch(tree)
+        del self.trees[tree.key], self.removable[tree.key]
+        for node in tree.nodes:
+            del self.nodes[node.id]
+            self.sft_updates -= node.sft_updates
+            if node.last_k_succ is not None:
+                self.observed[node.parent is not None] -= 1
+                self.succeeded[node.parent is not None] -= node.last_k_succ > 0
+
+    def set_active(self, tree: Tree, node: Node, active: bool) -> None:
+        """Switches a node whose `active` is the opposite."""
+        self.touch(tree)
+        node.active = active
+        if active:
+            self._activate(tree, node)
+        else:
+            self._deactivate(tree, node)
+        self._settle(tree)
+
+    def set_counts(self, tree: Tree, node: Node, k_succ: int, k_total: int) -> None:
+        self.touch(tree)
+        kind = node.parent is not None
+        if node.last_k_succ is None:
+            self.observed[kind] += 1
+        else:
+            self.succeeded[kind] -= node.last_k_succ > 0
+        self.succeeded[kind] += k_succ > 0
+        node.last_k_succ, node.last_k_total = k_succ, k_total
+
+    def add_sft_updates(self, tree: Tree, node: Node, count: int) -> None:
+        self.touch(tree)
+        node.sft_updates += count
+        self.sft_updates += count
+
+    # ---- clocks
+
+    def stamp_rollout(self, tree: Tree, node: Node, step: int, *, sampled: bool) -> None:
+        """Stamps the node's rollout clock and, if it was sampled, the tree's."""
+        self.touch(tree)
+        if node.active and node.parent is not None:
+            _move(tree.by_rollout, node.order(node.rollout_clock), node.order(step))
+        node.rollout_clock = step
+        if sampled:
+            _requeue(self.by_rollout, tree, tree.rollout_clock, step)
+            tree.rollout_clock = step
+
+    def stamp_sft(self, tree: Tree, node: Node, step: int) -> None:
+        """Stamps the SFT clocks of a candidate and its tree."""
+        self.touch(tree)
+        _move(tree.by_sft, node.order(node.sft_clock), node.order(step))
+        node.sft_clock = step
+        _requeue(self.by_sft, tree, tree.sft_clock, step)
+        tree.sft_clock = step
+
+    # ---- events
+
+    def push(self, tree: Tree, node: Node, event: Event) -> None:
+        """Queues an event of `node`."""
+        self.touch(tree)
+        insort(node.waiting, event)
+        self.events[event.id] = event
+        tree.num_events += 1
+        if self.arrivals is not None:
+            self.arrivals[event.id] = None
+        if node.active:
+            self.num_dispatchable += 1
+            if len(node.waiting) == 1:
+                self._offer(tree, node)
+        self.removable.pop(tree.key, None)
+
+    def launch(self, tree: Tree, node: Node, step: int) -> Event:
+        """Puts the newest waiting event of an active node in flight and stamps the dispatch clocks of node and tree."""
+        self.touch(tree)
+        event = node.waiting.pop()
+        self.in_flight[event.id] = event
+        self.num_dispatchable -= 1
+        if self.arrivals is not None:
+            del self.arrivals[event.id]
+        # Leaving and re-entering the orders under the new clocks keeps the two levels consistent in every case.
+        self._withdraw(tree, node)
+        if tree.by_dispatch:
+            self.by_dispatch.remove(tree.order(tree.dispatch_clock))
+            self.by_dispatch.add(tree.order(step))
+        node.dispatch_clock = tree.dispatch_clock = step
+        if node.waiting:
+            self._offer(tree, node)
+        return event
+
+    def discard(self, event: Event) -> None:
+        """Forgets an event, waiting or in flight."""
+        node = self.nodes[event.node]
+        tree = self.trees[node.tree]
+        self.touch(tree)
+        del self.events[event.id]
+        tree.num_events -= 1
+        if self.in_flight.pop(event.id, None) is None:
+            del node.waiting[bisect_left(node.waiting, event)]
+            if self.arrivals is not None:
+                del self.arrivals[event.id]
+            if node.active:
+                self.num_dispatchable -= 1
+                if not node.waiting:
+                    self._withdraw(tree, node)
+        self._settle(tree)
+
+    def clear_events(self) -> tuple[int, int]:
+        """Forgets all events; returns how many were waiting and in flight."""
+        counts = len(self.events) - len(self.in_flight), len(self.in_flight)
+        for event in self.events.values():
+            node = self.nodes[event.node]
+            tree = self.trees[node.tree]
+            self.touch(tree)
+            node.waiting = []
+            tree.by_dispatch = []
+            tree.num_events = 0
+            self._settle(tree)
+        self.events, self.in_flight = {}, {}
+        self.by_dispatch = SortedKeys()
+        self.num_dispatchable = 0
+        if self.arrivals is not None:
+            self.arrivals.clear()
+        return counts
+
+    # ---- what follows
+
+    def _activate(self, tree: Tree, node: Node) -> None:
+        self.num_active += 1
+        tree.num_active += 1
+        if node.parent is not None:
+            self._count_candidates(tree, +1)
+            if not tree.by_rollout:
+                self.by_rollout.add(tree.order(tree.rollout_clock))
+                self.by_sft.add(tree.order(tree.sft_clock))
+            insort(tree.by_rollout, node.order(node.rollout_clock))
+            insort(tree.by_sft, node.order(node.sft_clock))
+        if node.waiting:
+            self.num_dispatchable += len(node.waiting)
+            self._offer(tree, node)
+
+    def _deactivate(self, tree: Tree, node: Node) -> None:
+        self.num_active -= 1
+        tree.num_active -= 1
+        if node.parent is not None:
+            self._count_candidates(tree, -1)
+            del tree.by_rollout[bisect_left(tree.by_rollout, node.order(node.rollout_clock))]
+            del tree.by_sft[bisect_left(tree.by_sft, node.order(node.sft_clock))]
+            if not tree.by_rollout:
+                self.by_rollout.remove(tree.order(tree.rollout_clock))
+                self.by_sft.remove(tree.order(tree.sft_clock))
+        if node.waiting:
+            self.num_dispatchable -= len(node.waiting)
+            self._withdraw(tree, node)
+
+    def _count_candidates(self, tree: Tree, change: int) -> None:
+        """Called before the tree's candidate lists change."""
+        self.num_candidates += change
+        before, after = len(tree.by_rollout), len(tree.by_rollout) + change
+        self.candidates_histogram[before] -= 1
+        self.candidates_histogram[after] += 1
+        for size in (before, after):
+            if size == 0 or not self.candidates_histogram[size]:
+                del self.candidates_histogram[size]
+
+    def _offer(self, tree: Tree, node: Node) -> None:
+        if not tree.by_dispatch:
+            self.by_dispatch.add(tree.order(tree.dispatch_clock))
+        insort(tree.by_dispatch, node.order(node.dispatch_clock))
+
+    def _withdraw(self, tree: Tree, node: Node) -> None:
+        del tree.by_dispatch[bisect_left(tree.by_dispatch, node.order(node.dispatch_clock))]
+        if not tree.by_dispatch:
+            self.by_dispatch.remove(tree.order(tree.dispatch_clock))
+
+    def _settle(self, tree: Tree) -> None:
+        if tree.num_active or tree.num_events:
+            self.removable.pop(tree.key, None)
+        else:
+            self.removable[tree.key] = None
+
+
+def _move(orders: list[Order], old: Order, new: Order) -> None:
+    if old != new:
+        del orders[bisect_left(orders, old)]
+        insort(orders, new)
+
+
+def _requeue(orders: SortedKeys, tree: Tree, old_clock: int, clock: int) -> None:
+    if old_clock != clock:
+        orders.remove(tree.order(old_clock))
+        orders.add(tree.order(clock))

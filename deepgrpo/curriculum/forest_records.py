@@ -1,0 +1,155 @@
+"""The forest's records: trees (one a prompt), nodes (states), events (failures for the teacher), and what goes in and out."""
+
+import dataclasses
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+
+from deepgrpo.types import Ids, Problem, as_ids
+
+NEVER = -1  # a clock that was never stamped
+
+Order = tuple[int, int, int]  # (clock, created_step, id) of a node
+
+
+def tree_key(prompt_ids: Ids) -> bytes:
+    """Big-endian bytes of a prompt: equal iff the ids are, and in the lexicographic order of the ids."""
+    return prompt_ids.astype(">u4").tobytes()
+
+
+def digest(ids: Ids) -> bytes:
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+
+
+def own_ids(ids: np.ndarray) -> Ids:
+    """Returns ids that can be kept by reference: int32, read-only, and no view that would keep a larger buffer alive."""
+    if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.base is None and not ids.flags.writeable:
+        return ids
+    return as_ids(ids)
+
+
+class FailedRollout(NamedTuple):
+    problem: Problem
+    response_ids: Ids  # int32[len]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Annotation:
+    """A teacher's correction as the pool takes it in.
+
+    state_ids: int32[len], the child state (the parent's state and the shared prefix).
+    suffix_ids: int32[len], what the teacher wrote after it; a child needs some.
+    """
+
+    state_ids: Ids
+    suffix_ids: Ids | None
+    reward: float | None = None
+    failed_suffix_ids: Ids | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SuffixEntry:
+    """A node that SFT on teacher tokens can train on: prompt `state_ids`, response `suffix_ids`. tree: the root's handle."""
+
+    node: int
+    tree: int
+    problem: Problem
+    created_step: int
+    state_ids: Ids
+    suffix_ids: Ids
+    reward: float | None
+
+
+@dataclasses.dataclass
+class Counters:
+    """Cumulative; saved with the forest. At any time: enqueued = succeeded + duplicate + invalid + failed + cleared
+    + stale_parent_inactive + dropped_capacity + dropped_retired + nodes_refused + the events in the forest."""
+
+    enqueued: int = 0
+    dispatched: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    stale_parent_inactive: int = 0
+    stale: int = 0
+    duplicate: int = 0
+    invalid: int = 0
+    deactivated: int = 0
+    sft_sampled: int = 0
+    cleared: int = 0
+    dropped_capacity: int = 0  # events dropped or not taken because of a bound
+    dropped_retired: int = 0  # events dropped with the retirement of their node
+    nodes_refused: int = 0  # corrections that a full tree refused
+
+
+class Event(NamedTuple):
+    """One failed rollout for the teacher. Immutable; tuples order by (step, id), which is the order of a node's stack."""
+
+    step: int  # that produced the rollout
+    id: int  # creation sequence: never reused
+    node: int  # that the rollout started from
+    problem: Problem
+    response_ids: Ids  # int32[len]
+
+
+class Origin(NamedTuple):
+    """Where a node came from: the failed rollout and the teacher's correction of it. Kept for SFT rows and inspection."""
+
+    event: int
+    event_step: int
+    response_ids: Ids  # int32[len], the student's whole failed response
+    failed_suffix_ids: Ids  # int32[len], what the student wrote after the locked prefix
+    suffix_ids: Ids  # int32[len], what the teacher wrote instead; not empty
+    reward: float | None  # of the corrected answer
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Node:
+    """One state. Everything above the blank line never changes after creation."""
+
+    id: int  # creation sequence: never reused, breaks ties between siblings
+    tree: bytes
+    parent: int | None  # None: the root
+    ids: Ids  # int32[len], prompt ids followed by the locked prefix
+    problem: Problem
+    created_step: int
+    origin: Origin | None  # None: the root
+
+    active: bool = True
+    observations: int = 0
+    last_k_succ: int | None = None
+    last_k_total: int | None = None
+    rollout_clock: int = NEVER  # stamped by sampling and by observation
+    dispatch_clock: int = NEVER
+    sft_clock: int = NEVER
+    last_success_step: int = NEVER
+    last_fail_step: int = NEVER
+    sft_updates: int = 0
+    children: list[int] = dataclasses.field(default_factory=list)
+    waiting: list[Event] = dataclasses.field(default_factory=list)  # ascending; the teacher is given the last
+
+    def order(self, clock: int) -> Order:
+        return clock, self.created_step, self.id
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Tree:
+    """All states of one prompt. `nodes[0]` is the root; nodes are in creation order and are never removed one by one."""
+
+    key: bytes
+    nodes: list[Node]
+    created_step: int
+    last_updated_step: int
+    rollout_clock: int = NEVER
+    dispatch_clock: int = NEVER
+    sft_clock: int = NEVER
+    num_active: int = 0
+    num_events: int = 0  # waiting and in flight
+    by_rollout: list[Order] = dataclasses.field(default_factory=list)  # active nodes except the root
+    by_sft: list[Order] = dataclasses.field(default_factory=list)  # the same nodes
+    by_dispatch: list[Order] = dataclasses.field(default_factory=list)  # active nodes with waiting events
+    digests: dict[bytes, int] = dataclasses.field(default_factory=dict)  # of all states but the prompt -> node id
+    captured: int = 0  # number of the last capture that has this tree's content
+
+    def order(self, clock: int) -> tuple[int, int, bytes]:
+        return clock, self.created_step, self.key

@@ -1,0 +1,371 @@
+"""The learner: owns policy, optimizer and reference, and turns a step's rows into optimizer steps."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from deepgrpo.learner import objective as losses
+from deepgrpo.learner import packing, sharding
+from deepgrpo.learner import step as compiled
+from deepgrpo.learner.minibatch import partition
+from deepgrpo.learner.objective import BRANCH, MAIN, STREAMS, TEACHER, Objective
+from deepgrpo.learner.optim import Optim, init_adam, learning_rate
+from deepgrpo.learner.packing import Batch, Shape
+from deepgrpo.learner.rows import Row
+from deepgrpo.model.config import ModelConfig
+from deepgrpo.model.transformer import Transformer
+from deepgrpo.types import Ids, as_ids
+
+SHUFFLE = 1  # purpose of this module's randomness in (seed, step, purpose)
+HOST_COUNTERS = ("schedule_step", "optimizer_steps", "nonfinite_steps", "skipped_updates")
+
+
+class Learner:
+    """Trains a policy on rows; see `update`. All arrays live sharded on `mesh`; master weights and moments are float32."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        params: Any,
+        *,
+        dtype: Any,
+        remat: str,
+        num_real_ids: int,
+        temperature: float,
+        objective: Mapping[str, Any],
+        optim: Mapping[str, Any],
+        learner: Mapping[str, Any],
+        rollout_n: int,
+        seed: int,
+        total_steps: int,
+        strict_reference: bool,
+        mesh: Mesh | None = None,
+    ):
+        """Args:
+        params: initial policy, copied to the mesh as float32; also the reference policy if objective.kl_coef is not 0.
+        num_real_ids: size of the tokenizer; vocabulary rows from here on have probability 0, as in the rollout engine.
+        temperature: of the rollouts; log-probs are taken at it.
+        objective, optim, learner: sections of the config. rollout_n: rollouts a dataset prompt.
+        total_steps: of the run, for the cosine schedule. strict_reference: see `minibatch.partition`.
+        mesh: default: `learner.mesh` over all devices.
+        """
+        if temperature <= 0:
+            raise ValueError(f"rollout.temperature is {temperature}, expected > 0: ratios need a distribution")
+        self.mesh = sharding.make_mesh(learner["mesh"]) if mesh is None else mesh
+        self.model = Transformer(model_config, dtype=dtype, remat=remat)
+        self.vocab_size, self.num_real_ids = model_config.vocab_size, num_real_ids
+        self.temperature = temperature
+        self.objective = Objective.from_config(objective)
+        self.optim = Optim.from_config(optim)
+        self.buckets, self.micro_batch_tokens = tuple(learner["buckets"]), learner["micro_batch_tokens"]
+        self.logprob_block = learner["logprob_block"]
+        self.mini_batch_rows, self.ppo_epochs = optim["mini_batch_prompts"] * rollout_n, optim["ppo_epochs"]
+        self.seed, self.total_steps, self.strict_reference = seed, total_steps, strict_reference
+
+        self._shardings = sharding.parameter_shardings(params, self.mesh)
+        self._state = {"params": sharding.place(jax.tree.map(as_float32, params), self._shardings)}
+        self._state["adam"] = jax.jit(init_adam, out_shardings=self._adam_shardings())(self._state["params"])
+        self._reference = None
+        if self.objective.kl_coef:  # in compute precision: it is only ever run, never trained
+            self._reference = sharding.place(jax.tree.map(lambda x: x.astype(dtype), self._state["params"]), self._shardings)
+        self._host = dict.fromkeys(HOST_COUNTERS, 0)
+        self._compiled: dict[tuple, Callable] = {}
+        self._compile_seconds = 0.0
+
+    ##################################################################################################################
+    #  State
+    ##################################################################################################################
+
+    @property
+    def policy(self) -> Any:
+        """Master weights, float32, sharded. The next `update` donates these buffers: copy what must outlive it."""
+        return self._state["params"]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Every array that resumes: {"params", "adam": {"count", "mu", "nu"}} and, if there is one, "reference"."""
+        return self._state if self._reference is None else self._state | {"reference": self._reference}
+
+    def abstract_state(self) -> dict[str, Any]:
+        """`state` as ShapeDtypeStructs with this learner's shardings: what to ask of Orbax on any mesh."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Replaces `state` by a tree of host or device arrays of the same structure, shapes and dtypes.
+
+        Raises:
+          ValueError: it differs; names the first difference.
+        """
+        mine, structure = jax.tree_util.tree_flatten_with_path(self.state)
+        theirs, other = jax.tree_util.tree_flatten_with_path(tree)
+        if structure != other:
+            raise ValueError(
+                f"learner state to restore has parts {sorted(tree)}, expected {sorted(self.state)}"
+                f" (a reference belongs to kl_coef > 0)"
+            )
+        for (path, x), (_, y) in zip(mine, theirs, strict=True):
+            if x.shape != y.shape or x.dtype != y.dtype:
+                raise ValueError(f"{sharding.path_name(path)}: stored {y.dtype}{y.shape}, expected {x.dtype}{x.shape}")
+        placed = sharding.place(dict(tree), jax.tree.map(lambda x: x.sharding, self.state))
+        self._reference = placed.pop("reference", None)
+        self._state = placed
+
+    def host_state(self) -> dict[str, int]:
+        """Counters that resume: training steps of the schedule, optimizer steps, steps and updates that were skipped."""
+        return dict(self._host)
+
+    def restore_host(self, counters: Mapping[str, int]) -> None:
+        if set(counters) != set(HOST_COUNTERS):
+            raise ValueError(f"learner counters to restore are {sorted(counters)}, expected {sorted(HOST_COUNTERS)}")
+        self._host = dict(counters)
+
+    def _adam_shardings(self) -> dict[str, Any]:
+        return {"count": sharding.replicated(self.mesh), "mu": self._shardings, "nu": self._shardings}
+
+    ##################################################################################################################
+    #  Update
+    ##################################################################################################################
+
+    def update(self, rows: Sequence[Row], step: int) -> dict[str, float]:
+        """Trains on the rows of training step `step`; returns `actor/*`, `rollout_mismatch/*`, `perf/*` and `timing_s/*` metrics.
+
+        The rows are cut at random, as a function of (seed, step), into mini-batches, one optimizer step each. Old log-probs are
+        those of the policy before this call; reference log-probs are computed only for kl_coef > 0. Without rows nothing changes.
+
+        Raises:
+          ValueError: a row is empty, too long for learner.buckets, or has a response id that the engine cannot have sampled.
+        """
+        if self.objective.teacher_loss == "null":
+            rows = [row for row in rows if row.source != TEACHER]
+        rows = [row for row in rows if len(row.response_ids)]
+        for row in rows:
+            self._check(row)
+        mini_batches = self._mini_batches(rows, step)
+        if not mini_batches:
+            self._host["skipped_updates"] += 1
+            skipped = {
+                "training/all_chains_empty_skip": float(not rows),
+                "training/skipped_updates": self._host["skipped_updates"],
+            }
+            return skipped | {"actor/optimizer_steps": 0.0, "actor/total_mini_batch_steps": 0.0, "actor/lr_scheduler_step": 0.0}
+        before = len(self._compiled), self._compile_seconds
+        times = {"timing_s/old_log_prob": 0.0, "timing_s/ref": 0.0, "timing_s/update_actor": 0.0}
+
+        with stopwatch(times, "timing_s/update_actor"):
+            batches = packing.layout(mini_batches, self.buckets, self.micro_batch_tokens, sharding.batch_shards(self.mesh))
+            device = [self._place(batch) for batch in batches]
+        if self._reference is not None:
+            with stopwatch(times, "timing_s/ref"):
+                for batch, arrays in zip(batches, device, strict=True):
+                    arrays["ref_logp"] = self._score(self._reference, arrays, batch.used)
+                jax.block_until_ready(device)
+        with stopwatch(times, "timing_s/old_log_prob"):
+            for batch, arrays in zip(
+                batches[1:], device[1:], strict=True
+            ):  # the first mini-batch starts on policy: its ratio is 1
+                arrays["old_logp"] = self._score(self.policy, arrays, batch.used)
+            jax.block_until_ready(device)
+        with stopwatch(times, "timing_s/update_actor"):
+            lr = learning_rate(self.optim, self._host["schedule_step"], self.total_steps)
+            results = self._optimizer_steps(batches, device, lr)
+
+        self._host["schedule_step"] += 1
+        self._host["nonfinite_steps"] += sum(not np.isfinite(r["grad_norm"]) for r in results)
+        self._host["optimizer_steps"] += len(results)
+        metrics = self._metrics(results, mini_batches, lr) | mismatch_metrics(results[: len(batches)]) | times
+        return metrics | self._performance(batches, before)
+
+    def _check(self, row: Row) -> None:
+        if not len(row.prompt_ids):
+            raise ValueError(
+                f"row of group {row.group_id}: the prompt is empty; the first response token needs a position before it"
+            )
+        if int(row.response_ids.max()) >= self.num_real_ids or int(row.prompt_ids.max()) >= self.vocab_size:
+            raise ValueError(
+                f"row of group {row.group_id}: largest ids are {row.prompt_ids.max()} (prompt) and {row.response_ids.max()}"
+                f" (response), expected below {self.vocab_size} (vocabulary) and {self.num_real_ids} (tokenizer);"
+                f" is it the right tokenizer?"
+            )
+
+    def _mini_batches(self, rows: Sequence[Row], step: int) -> list[list[Row]]:
+        """Rows of each optimizer step of one epoch."""
+        order = np.random.default_rng((self.seed, step, SHUFFLE)).permutation(len(rows))
+        streams = [[rows[i] for i in order if rows[i].source == source] for source in STREAMS]
+        sizes = [len(stream) for stream in streams]
+        mixed = self.objective.teacher_reduction == "mixed_token_mean"
+        plan = partition(*sizes, self.mini_batch_rows, strict_reference=self.strict_reference, mixed=mixed)
+        iterators = [iter(stream) for stream in streams]
+        return [[next(it) for it, n in zip(iterators, part.rows, strict=True) for _ in range(n)] for part in plan]
+
+    def _optimizer_steps(self, batches: list[Batch], device: list[dict[str, jax.Array]], lr: float) -> list[dict[str, Any]]:
+        """Runs every epoch over the mini-batches; returns each step's sums on the host."""
+        results = []
+        for epoch in range(self.ppo_epochs):
+            for i, (batch, arrays) in enumerate(zip(batches, device, strict=True)):
+                function = self._compile("train_step", arrays)
+                on_policy = np.bool_(epoch == 0 and i == 0)
+                self._state, sums, old_logp = function(self._state, arrays, on_policy, np.float32(lr), np.int32(batch.used))
+                if on_policy and self.ppo_epochs > 1:
+                    arrays["old_logp"] = old_logp
+                results.append(sums)
+        return jax.device_get(results)
+
+    ##################################################################################################################
+    #  Scoring
+    ##################################################################################################################
+
+    def score(self, sequences: Sequence[tuple[Ids, Ids]]) -> list[np.ndarray]:
+        """The policy's log-prob of every response token of (prompt_ids, response_ids): float32[R] each."""
+        rows = [
+            Row(as_ids(prompt), as_ids(response), 0.0, MAIN, 0.0, None, f"score/{i}", -1, False, 0.0)
+            for i, (prompt, response) in enumerate(sequences)
+        ]
+        filled = [row for row in rows if len(row.response_ids)]
+        if not filled:
+            return [np.zeros(0, np.float32) for _ in rows]
+        for row in filled:
+            self._check(row)
+        (batch,) = packing.layout([filled], self.buckets, self.micro_batch_tokens, sharding.batch_shards(self.mesh))
+        logp = jax.device_get(self._score(self.policy, self._place(batch), batch.used))
+        slots = iter(batch.slots)
+        results = []
+        for row in rows:
+            n = len(row.response_ids)
+            a, b, start = next(slots) if n else (0, 0, 0)
+            results.append(np.asarray(logp[a, b, start : start + n]))
+        return results
+
+    def _score(self, params: Any, arrays: dict[str, jax.Array], used: int) -> jax.Array:
+        same = params is not self._reference or self.model.dtype == jnp.float32  # one program serves trees of one dtype
+        return self._compile("score" if same else "score_reference", arrays)(params, arrays, np.int32(used))
+
+    def _place(self, batch: Batch) -> dict[str, jax.Array]:
+        zeros = np.zeros(batch.arrays["tokens"].shape, np.float32)
+        arrays = batch.arrays | {"old_logp": zeros, "ref_logp": zeros}
+        return jax.device_put(arrays, sharding.micro_batches(self.mesh))
+
+    ##################################################################################################################
+    #  Compilation
+    ##################################################################################################################
+
+    def _compile(self, name: str, arrays: dict[str, jax.Array]) -> Callable:
+        """The compiled `name` for the batch's shape; compiled on first use, which is timed and counted."""
+        shape = Shape(*arrays["tokens"].shape)
+        if (name, shape) not in self._compiled:
+            start = time.monotonic()
+            self._compiled[name, shape] = self.lower(name, shape).compile()
+            self._compile_seconds += time.monotonic() - start
+        return self._compiled[name, shape]
+
+    def lower(self, name: str, shape: Shape) -> Any:
+        """`train_step`, `score` or `score_reference` lowered for a batch shape, from shapes alone."""
+        mesh, whole, batch = self.mesh, sharding.replicated(self.mesh), sharding.micro_batches(self.mesh)
+        block = max(1, self.logprob_block * sharding.batch_shards(mesh) // shape.B)
+        policy = compiled.Policy(self.model, mesh, self.temperature, self.num_real_ids, block)
+
+        def scalar(dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((), dtype, sharding=whole)
+
+        integers = {"tokens", "positions", "segments", "index", "targets", "source"}
+        floats = {"advantages", "teacher_coef", "rollout_logp", "old_logp", "ref_logp"}
+        dtypes = dict.fromkeys(integers, jnp.int32) | dict.fromkeys(floats, jnp.float32)
+        size = (shape.A, shape.B, shape.T)
+        arrays = {key: jax.ShapeDtypeStruct(size, dtype, sharding=batch) for key, dtype in dtypes.items()}
+        state = self.abstract_state()
+        reference = state.pop("reference", None)
+        if name == "train_step":
+            shardings = ({"params": self._shardings, "adam": self._adam_shardings()}, whole, batch)
+
+            def train_step(*args):
+                return compiled.train_step(policy, self.objective, self.optim, *args)
+
+            function = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+            return function.lower(state, arrays, scalar(jnp.bool_), scalar(jnp.float32), scalar(jnp.int32))
+
+        def score(*args):
+            return compiled.score(policy, *args)
+
+        params = {"score": state["params"], "score_reference": reference}[name]
+        return jax.jit(score, out_shardings=batch).lower(params, arrays, scalar(jnp.int32))
+
+    ##################################################################################################################
+    #  Metrics
+    ##################################################################################################################
+
+    def _metrics(self, results: list[dict[str, Any]], mini_batches: list[list[Row]], lr: float) -> dict[str, float]:
+        """`actor/*`: means over the optimizer steps, of a stream's own metrics over the steps that contained it."""
+        values: dict[str, list[float]] = {}
+        for n, result in enumerate(results):
+            rows, tokens = mini_batches[n % len(mini_batches)], result["tokens"]
+            step = losses.loss_metrics(result["loss"], tokens, self.objective)
+            step["grad_norm"] = result["grad_norm"]
+            for source, name in ((MAIN, "main_chain"), (BRANCH, "branch_chain"), (TEACHER, "teacher_chain")):
+                step[f"{name}/mb_tokens"] = tokens[source]
+                step[f"{name}/mb_samples"] = sum(row.source == source for row in rows)
+                step[f"{name}/entropy"] = result["loss"]["entropy"][source] / max(tokens[source], 1.0)
+                if not tokens[source]:
+                    step = {key: value for key, value in step.items() if not key.startswith(name)}
+            for key, value in step.items():
+                values.setdefault(f"actor/{key}", []).append(float(value))
+        metrics = {key: float(np.mean(list_)) for key, list_ in values.items()}
+        finite = sum(bool(np.isfinite(result["grad_norm"])) for result in results)
+        for source, name in ((MAIN, "main"), (BRANCH, "branch"), (TEACHER, "teacher")):
+            metrics[f"actor/steps_with_{name}"] = float(sum(result["tokens"][source] > 0 for result in results))
+        return metrics | {
+            "actor/lr": lr,
+            "actor/lr_scheduler_step": 1.0,
+            "actor/kl_coef": self.objective.kl_coef,
+            "actor/total_mini_batch_steps": float(len(results)),
+            "actor/optimizer_steps": float(finite),
+            "actor/nonfinite_steps": float(len(results) - finite),
+            "training/all_chains_empty_skip": 0.0,
+            "training/skipped_updates": float(self._host["skipped_updates"]),
+        }
+
+    def _performance(self, batches: list[Batch], before: tuple[int, float]) -> dict[str, float]:
+        tokens = sum(batch.tokens for batch in batches)
+        _, B, T = batches[0].arrays["tokens"].shape
+        return {
+            "perf/tokens": float(tokens),
+            "perf/padding_fraction": 1.0 - tokens / (sum(batch.used for batch in batches) * B * T),
+            "perf/compilations": float(len(self._compiled)),
+            "perf/new_compilations": float(len(self._compiled) - before[0]),
+            "timing_s/compile": self._compile_seconds - before[1],
+        }
+
+
+def mismatch_metrics(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """`rollout_mismatch/*` over the mini-batches of one epoch; empty when the engine's log-probs are not known."""
+    parts = [result["mismatch"] for result in results]
+    tokens = float(sum(part["tokens"] for part in parts))
+    if not tokens:
+        return {}
+    mean = {name: float(sum(part[name] for part in parts)) / tokens for name in ("abs", "k3", "outside")}
+    return {
+        "rollout_mismatch/abs_mean": mean["abs"],
+        "rollout_mismatch/abs_max": float(max(part["max"] for part in parts)),
+        "rollout_mismatch/k3": mean["k3"],
+        "rollout_mismatch/ratio_outside": mean["outside"],
+    }
+
+
+def as_float32(x: Any) -> Any:
+    return x.astype(np.float32)
+
+
+class stopwatch:
+    """Adds the seconds of a `with` block to times[name]."""
+
+    def __init__(self, times: dict[str, float], name: str):
+        self.times, self.name = times, name
+
+    def __enter__(self) -> None:
+        self.start = time.monotonic()
+
+    def __exit__(self, *_) -> None:
+        self.times[self.name] += time.monotonic() - self.start

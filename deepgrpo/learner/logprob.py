@@ -1,0 +1,79 @@
+"""Log-probabilities of scored tokens in blocks: no [tokens, vocabulary] array ever exists."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30  # logit of a phantom id: finite, so that 0 * MASKED stays 0 in the entropy
+
+
+def target_logps(logits, targets, temperature: float, num_real_ids: int, with_entropy: bool):
+    """Log-probability of each target under softmax(logits / temperature) without phantom ids, and the entropy.
+
+    This is the distribution that the rollout engine samples from, before top-k and top-p. Computed in the logits' own dtype.
+
+    Args:
+      logits: float[..., V]. targets: int32[...], below num_real_ids.
+      num_real_ids: ids from here on have no token and probability 0.
+
+    Returns:
+      (logp [...], entropy [...]; entropy is 0 without `with_entropy`, and carries no gradient).
+    """
+    logits = logits / temperature
+    vocabulary = jnp.arange(logits.shape[-1])
+    if num_real_ids < logits.shape[-1]:
+        logits = jnp.where(vocabulary < num_real_ids, logits, MASKED)
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    logp = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] - normaliser
+    if not with_entropy:
+        return logp, jnp.zeros_like(logp)
+    fixed, fixed_normaliser = jax.lax.stop_gradient((logits, normaliser))
+    entropy = fixed_normaliser - jnp.sum(jnp.exp(fixed - fixed_normaliser[..., None]) * fixed, axis=-1)
+    return logp, entropy
+
+
+def blocked_logps(
+    logits_of: Callable[[jax.Array], jax.Array],
+    hidden: jax.Array,
+    targets: jax.Array,
+    scored: jax.Array,
+    *,
+    block: int,
+    temperature: float,
+    num_real_ids: int,
+    with_entropy: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`target_logps` of hidden states, `block` columns at a time; the backward pass recomputes each block's logits.
+
+    Blocks without any scored slot are skipped at run time. Batches put scored slots first, so R can be a static, generous width
+    while the work follows the longest response of the micro-batch.
+
+    Args:
+      logits_of: hidden [B, b, D] -> float32[B, b, V].
+      hidden: [B, R, D]. targets: int32[B, R]. scored: bool[B, R].
+
+    Returns:
+      (logp, entropy), float32[B, R] each; 0 in skipped blocks, arbitrary but finite in other slots that are not scored.
+    """
+    B, R = targets.shape
+    block = min(block, R)
+    padding = -R % block
+
+    def blocks(x: jax.Array) -> jax.Array:  # [B, R, ...] -> [R / block, B, block, ...]
+        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(B, -1, block, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def work(hidden_block, target_block):
+        return target_logps(logits_of(hidden_block), target_block, temperature, num_real_ids, with_entropy)
+
+    def one(_, xs):
+        hidden_block, target_block, scored_block = xs
+        nothing = jnp.zeros((B, block), jnp.float32)
+        skip = lambda *_: (nothing, nothing)  # noqa: E731
+        return None, jax.lax.cond(jnp.any(scored_block), work, skip, hidden_block, target_block)
+
+    _, (logp, entropy) = jax.lax.scan(one, None, (blocks(hidden), blocks(targets), blocks(scored)))
+    joined = [jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :R] for x in (logp, entropy)]
+    return joined[0], joined[1]

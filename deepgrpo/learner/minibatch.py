@@ -1,0 +1,87 @@
+"""How a step's rows are cut into optimizer steps (sizes only; which rows is the learner's permutation)."""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class MiniBatch:
+    """One optimizer step. kind: "ppo", or "sft" (teacher rows alone, after the PPO steps). rows: of (main, branch, teacher)."""
+
+    kind: str
+    rows: tuple[int, int, int]
+
+
+def balanced(n: int, parts: int) -> list[int]:
+    """Sizes of `parts` slices of n rows that differ by at most one, larger ones first."""
+    return [n // parts + (i < n % parts) for i in range(parts)]
+
+
+def injection_count(batch_size: int, ratio: float, ready: int, strict_reference: bool = False) -> int:
+    """Number of hard states to add to `batch_size` dataset prompts: min(floor(ratio * batch_size), ready).
+
+    The product is nudged so that 0.29 * 100 counts as 29; `strict_reference` truncates it as it is (28).
+    """
+    wanted = int(ratio * batch_size) if strict_reference else int(np.floor(ratio * batch_size + 1e-9))
+    return min(wanted, ready)
+
+
+def partition(
+    n_main: int,
+    n_branch: int,
+    n_teacher: int,
+    mini_batch_rows: int,
+    *,
+    strict_reference: bool = False,
+    teacher_mini_batch_rows: int = 64,
+    post_ppo: bool = False,
+    mixed: bool = True,
+    allow_partial: bool = False,
+    ppo_epochs: int = 1,
+) -> list[MiniBatch]:
+    """Cuts the rows of a step into optimizer steps.
+
+    There are M = max(1, floor(n_main / mini_batch_rows)) steps, and each stream is spread over all of them in balanced slices, so
+    that no row is ever lost; no rows, no steps. With `strict_reference` the reference's hazards return: M = floor(...) may be 0,
+    which loses all rows; branches reach only the first floor(n_branch / mini_batch_rows) steps, and outside the mixed
+    reduction teacher rows only the first floor(n_teacher / teacher_mini_batch_rows).
+
+    Args:
+      mini_batch_rows: rows of an optimizer step (prompts times rollouts a prompt).
+      post_ppo: teacher rows form `sft` steps of their own after the PPO steps: floor (`allow_partial`: ceil) of
+        n_teacher / teacher_mini_batch_rows of them.
+      mixed: the teacher shares the students' denominator (mixed_token_mean).
+      ppo_epochs: how often the PPO steps are repeated, over the same mini-batches.
+    """
+    joint_teacher = 0 if post_ppo else n_teacher
+    steps = n_main // mini_batch_rows
+    if not strict_reference:
+        steps = max(1, steps) if n_main + n_branch + joint_teacher else 0
+
+    def spread(n: int, rows: int, partial: bool) -> list[int]:
+        parts = min(steps, n // rows) if strict_reference and not partial else steps
+        return (balanced(n, parts) if parts else []) + [0] * (steps - parts)
+
+    streams = zip(
+        balanced(n_main, steps) if steps else [],
+        spread(n_branch, mini_batch_rows, False),
+        spread(joint_teacher, teacher_mini_batch_rows, mixed),
+        strict=True,
+    )
+    plan = [MiniBatch("ppo", rows) for rows in streams] * ppo_epochs
+    if post_ppo and n_teacher:
+        parts = -(-n_teacher // teacher_mini_batch_rows) if allow_partial else n_teacher // teacher_mini_batch_rows
+        plan += [MiniBatch("sft", (0, 0, size)) for size in (balanced(n_teacher, parts) if parts else [])]
+    return plan
+
+
+def interleave(counts: tuple[int, int, int], world_size: int) -> list[int]:
+    """The reference's row order: indices into main|branch|teacher such that its W workers get equal parts of every stream.
+
+    The learner itself needs no such order (its denominators are global); this serves comparisons with the reference. Each count
+    must be divisible by `world_size`.
+    """
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    parts = [np.split(np.arange(n) + start, world_size) for n, start in zip(counts, starts, strict=True)]
+    return [int(i) for worker in range(world_size) for stream in parts for i in stream[worker]]

@@ -1,0 +1,140 @@
+"""The compiled functions: score a batch, and one optimizer step. Pure, on plain trees; jitted by the learner."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from deepgrpo.learner import objective as losses
+from deepgrpo.learner import sharding
+from deepgrpo.learner.logprob import blocked_logps
+from deepgrpo.learner.objective import BRANCH, MAIN, NO_LOSS, Objective
+from deepgrpo.learner.optim import Optim, adamw
+from deepgrpo.model.transformer import Transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How parameters become log-probabilities.
+
+    block: columns of a micro-batch whose logits exist at once. num_real_ids: ids from here on are phantom.
+    """
+
+    model: Transformer
+    mesh: Mesh
+    temperature: float
+    num_real_ids: int
+    block: int
+
+    def logps(self, params: Any, micro: dict[str, jax.Array], with_entropy: bool) -> tuple[jax.Array, jax.Array]:
+        """(logp, entropy) of a micro-batch's scored tokens, float32[B, T] each, from its arrays [B, T] (packing.Batch)."""
+        by_row = sharding.rows(self.mesh)
+        hidden, _ = self.model.apply({"params": params}, micro["tokens"], micro["positions"], micro["segments"])
+        hidden = jax.lax.with_sharding_constraint(hidden, by_row)
+        hidden = jnp.take_along_axis(hidden, micro["index"][..., None], axis=1)  # response positions only, first columns first
+        hidden = jax.lax.with_sharding_constraint(hidden, by_row)
+        return blocked_logps(
+            lambda block: self.model.apply({"params": params}, block, method="logits"),
+            hidden,
+            micro["targets"],
+            micro["source"] != NO_LOSS,
+            block=self.block,
+            temperature=self.temperature,
+            num_real_ids=self.num_real_ids,
+            with_entropy=with_entropy,
+        )
+
+
+def micro_batch(arrays: dict[str, jax.Array], i: jax.Array) -> dict[str, jax.Array]:
+    """Micro-batch i of arrays [A, B, T]: arrays [B, T]."""
+    return {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in arrays.items()}
+
+
+def score(policy: Policy, params: Any, arrays: dict[str, jax.Array], used: jax.Array) -> jax.Array:
+    """Log-probabilities of all scored tokens, float32[A, B, T]; 0 in micro-batches from `used` (int32[]) on."""
+
+    def body(i, out):
+        return jax.lax.dynamic_update_index_in_dim(out, policy.logps(params, micro_batch(arrays, i), False)[0], i, 0)
+
+    return jax.lax.fori_loop(0, used, body, jnp.zeros(arrays["tokens"].shape, jnp.float32))
+
+
+def mismatch(old_logp: jax.Array, rollout_logp: jax.Array, source: jax.Array) -> dict[str, jax.Array]:
+    """How far the learner's log-probs are from those of the engine that sampled, over student tokens that have both.
+
+    Sums: |d|, k3 = exp(d) - 1 - d (of KL(engine || learner), tokens being the engine's samples), ratios outside [0.5, 2], tokens;
+    and the largest |d|; d = old - rollout.
+    """
+    known = ((source == MAIN) | (source == BRANCH)) & ~jnp.isnan(rollout_logp)
+    d = jnp.where(known, old_logp - rollout_logp, 0.0)
+    outside = jnp.abs(d) > jnp.log(2.0)
+    sums = {"abs": jnp.abs(d), "k3": jnp.expm1(d) - d, "outside": outside, "tokens": known}
+    return {name: jnp.sum(x.astype(jnp.float32)) for name, x in sums.items()} | {"max": jnp.max(jnp.abs(d))}
+
+
+def gradients(policy: Policy, o: Objective, params: Any, arrays: dict[str, jax.Array], on_policy: jax.Array, used: jax.Array):
+    """Gradient of a mini-batch's loss, and the sums that its metrics are made of.
+
+    Micro-batches accumulate in a loop inside the compiled step, with an argument as its length: a padded A costs nothing.
+
+    Args:
+      arrays: packing.Batch arrays [A, B, T] and old_logp, ref_logp float32[A, B, T].
+      on_policy: bool[], the parameters are those that the batch is scored with: old log-probs are the current ones (ratio 1).
+      used: int32[], micro-batches that hold anything.
+
+    Returns:
+      (gradients, float32 like params; sums: dict of trees; old log-probs float32[A, B, T]).
+    """
+    tokens = losses.count_tokens(arrays["source"]).astype(jnp.float32)  # of the mini-batch, over all devices: global denominators
+    weights = losses.stream_weights(tokens, o)
+    shardings = sharding.parameter_shardings(params, policy.mesh)
+
+    def share(params, micro):
+        logp, entropy = policy.logps(params, micro, True)
+        source = micro["source"]
+        old_logp = jnp.where(on_policy, jax.lax.stop_gradient(logp), micro["old_logp"])
+        value, sums = losses.loss_share(
+            logp, old_logp, micro["ref_logp"], micro["advantages"], micro["teacher_coef"], source, weights, o
+        )
+        sums["entropy"] = losses.by_stream(entropy, source)
+        return value, (sums, mismatch(old_logp, micro["rollout_logp"], source), old_logp)
+
+    def body(i, carry):
+        grads, sums, distance, old_logps = carry
+        (_, (s, m, old_logp)), g = jax.value_and_grad(share, has_aux=True)(params, micro_batch(arrays, i))
+        grads = jax.lax.with_sharding_constraint(jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, g), shardings)
+        largest = jnp.maximum(distance.pop("max"), m.pop("max"))
+        distance = jax.tree.map(jnp.add, distance, m) | {"max": largest}
+        old_logps = jax.lax.dynamic_update_index_in_dim(old_logps, old_logp, i, 0)
+        return grads, jax.tree.map(jnp.add, sums, s), distance, old_logps
+
+    _, (sums, distance, _) = jax.eval_shape(share, params, micro_batch(arrays, jnp.int32(0)))
+    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)  # noqa: E731
+    start = (jax.lax.with_sharding_constraint(zeros(params), shardings), zeros(sums), zeros(distance), zeros(arrays["tokens"]))
+    grads, sums, distance, old_logps = jax.lax.fori_loop(0, used, body, start)
+    return grads, {"loss": sums, "mismatch": distance, "tokens": tokens}, old_logps
+
+
+def train_step(
+    policy: Policy,
+    o: Objective,
+    optim: Optim,
+    state: dict[str, Any],
+    arrays: dict[str, jax.Array],
+    on_policy: jax.Array,
+    lr: jax.Array,
+    used: jax.Array,
+):
+    """One optimizer step on one mini-batch.
+
+    Args:
+      state: {"params": tree, "adam": {"count", "mu", "nu"}}; donated. lr: float32[].
+
+    Returns:
+      (state, sums as of `gradients` with "grad_norm", old log-probs float32[A, B, T]).
+    """
+    grads, sums, old_logps = gradients(policy, o, state["params"], arrays, on_policy, used)
+    params, adam, norm = adamw(state["params"], state["adam"], grads, lr, optim)
+    return {"params": params, "adam": adam}, sums | {"grad_norm": norm}, old_logps

@@ -72,6 +72,9 @@ class Curriculum(Protocol):
     def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
         """Takes in the teacher's result (None: no usable correction); returns the outcome's name."""
 
+    def requeue(self, failure: Failure) -> None:
+        """Puts a dispatched failure back, dispatchable again: nothing was learned about it. Unknown ones are ignored."""
+
     def pending(self) -> int:
         """Failures that `dispatch` could hand out now."""
 

@@ -1,0 +1,218 @@
+"""One failed rollout in; a verified correction, or the reason why there is none, out.
+
+Ask the teacher, cut where student and teacher part, refuse prefixes that hold the answer already, let the grader verify the whole
+corrected answer. A reason that says nothing about the rollout (endpoint down, grader without a verdict) *defers* it: the failure
+goes back to the pool.
+"""
+
+import asyncio
+import collections
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from deepgrpo.curriculum.base import Correction, Failure
+from deepgrpo.endpoint.client import Client
+from deepgrpo.endpoint.errors import Refused, Unavailable
+from deepgrpo.rewards.answer import Answer
+from deepgrpo.teacher import prompts
+from deepgrpo.teacher.splice import Codec, Limits, Splice, splice_text, splice_tokens
+from deepgrpo.types import Grade, Ids
+
+ACCEPTED = "accepted"
+REJECTIONS = (
+    *("no_parsed_reply", "request_refused", "empty_teacher_tokens", "prefix_too_short", "prefix_ratio_too_low", "empty_suffix"),
+    *("suffix_too_short", "too_long", "no_room_for_rollouts", "special_in_suffix", "roundtrip_failed", "answer_leak"),
+    *("reward_too_low", "error"),
+)
+NO_VERDICT = "no_verdict"
+WINDOW = 256  # newest outcomes that the means are over
+
+
+class Grader(Protocol):
+    def submit(self, answer: Answer) -> "concurrent.futures.Future[Grade]": ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outcome:
+    """What became of one failure.
+
+    reason: ACCEPTED; else why there is no correction (one of REJECTIONS, or what it was deferred for).
+    deferred: nothing was learned about the failure; it belongs back into the pool.
+    splice: the cut, if it came that far. queue_age: steps that the failure waited.
+    """
+
+    reason: str
+    correction: Correction | None = None
+    deferred: bool = False
+    splice: Splice | None = None
+    queue_age: int = 0
+
+
+class Annotator:
+    """Makes corrections. `annotate` runs in the worker's event loop; tokenizer work in a thread of its own, off that loop."""
+
+    def __init__(
+        self,
+        *,
+        client: Client,
+        grader: Grader,
+        codec: Codec,
+        leaks: Callable[[str, str], bool],
+        limits: Limits,
+        threshold: float,
+        stop_ids: Sequence[int],
+        splice: str = "text",
+        prefix_aware: bool = True,
+        deadline: float = 3600.0,
+        strict_reference: bool = False,
+    ):
+        """
+        Args:
+          codec: over a tokenizer instance that nothing else uses.
+          leaks: (data_source, text): whether the text holds a final answer already.
+          threshold: a correction's reward must be above it.
+          stop_ids: the student's, the generation config's first one leading; it closes a suffix.
+          splice: "text" | "tokens", see `deepgrpo.teacher.splice`.
+          prefix_aware: tell the teacher of the locked prefix (states of a pool), or of the plain problem only.
+          deadline: seconds to wait for the grader; the client has its own for the teacher.
+          strict_reference: the reference's parser and EOS rule, no leak guard, and a missing reward is a low one.
+        """
+        if splice not in ("text", "tokens"):
+            raise ValueError(f"teacher.splice must be text or tokens, got {splice!r}")
+        self._client, self._grader, self._codec, self._leaks = client, grader, codec, leaks
+        self._limits, self._threshold, self._stop_ids = limits, threshold, tuple(stop_ids)
+        self._by_text, self._prefix_aware = splice == "text", prefix_aware
+        self._deadline, self._strict = deadline, strict_reference
+        self._parse = prompts.parse_solution_strict if strict_reference else prompts.parse_solution
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._recent = {name: collections.deque(maxlen=WINDOW) for name in MEANS}
+
+    #### One failure
+
+    async def annotate(self, failure: Failure, step: int) -> Outcome:
+        """Returns the outcome; `step` is the current one. Counts nothing: `record` does, once the outcome is used.
+
+        Raises:
+          ReplayMiss: replaying a run that never asked this.
+        """
+        outcome = await self._annotate(failure)
+        return dataclasses.replace(outcome, queue_age=step - failure.step)
+
+    async def _annotate(self, failure: Failure) -> Outcome:
+        prompt = await self._aside(self._prompt, failure)
+        try:
+            reply = await self._client.ask(prompt, self._parse)
+        except Unavailable as error:
+            return Outcome(error.kind, deferred=True)
+        except Refused:
+            return Outcome("request_refused")
+        if reply.parsed is None:
+            return Outcome("no_parsed_reply")
+        cut = await self._aside(self._cut, failure, reply.parsed)
+        if cut.reason:
+            return Outcome(cut.reason, splice=cut)
+        kept, whole = await self._aside(self._texts, failure, cut)
+        if not self._strict and await self._aside(self._leaks, failure.problem.data_source, kept):
+            return Outcome("answer_leak", splice=cut)
+        return await self._verified(failure, cut, whole)
+
+    async def _verified(self, failure: Failure, cut: Splice, whole: str) -> Outcome:
+        """Grades the whole corrected answer, as if the student had written it in one go."""
+        problem = failure.problem
+        answer = Answer(problem.data_source, problem.question, "", whole, "stop", problem.ground_truth, problem.extra)
+        try:
+            grade = await asyncio.wait_for(asyncio.wrap_future(self._grader.submit(answer)), self._deadline)
+            reward = grade.reward
+        except TimeoutError:
+            reward = None
+        if reward is None and not self._strict:
+            return Outcome(NO_VERDICT, deferred=True, splice=cut)
+        if reward is None or reward <= self._threshold:
+            return Outcome("reward_too_low", splice=cut)
+        correction = Correction(cut.prefix_ids, cut.suffix_ids, reward, cut.failed_suffix_ids)
+        return Outcome(ACCEPTED, correction, splice=cut)
+
+    #### Tokenizer work (in the one thread that may touch the codec)
+
+    def _aside(self, function: Callable, *args: Any) -> asyncio.Future:
+        if self._thread is None:
+            self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="teacher-tokenizer")
+        return asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _prompt(self, failure: Failure) -> str:
+        student = self._codec.words(failure.response_ids)
+        if not self._prefix_aware:
+            return prompts.plain_prompt(failure.problem.question, student)
+        return prompts.prefix_aware_prompt(failure.problem.question, self._codec.words(_locked(failure)), student)
+
+    def _cut(self, failure: Failure, solution: str) -> Splice:
+        student, state_len = failure.response_ids, len(failure.state_ids)
+        if self._by_text:
+            return splice_text(self._codec, student, solution, state_len, self._stop_ids, self._limits)
+        eos = self._codec.eos_token_id if self._strict else self._stop_ids
+        return splice_tokens(student, self._codec.encode(solution), state_len, eos, self._limits)
+
+    def _texts(self, failure: Failure, cut: Splice) -> tuple[str, str]:
+        """Texts of the assistant's turn: up to the cut, and to the end."""
+        locked = _locked(failure)
+        return tuple(self._codec.words(np.concatenate([locked, ids])) for ids in (cut.prefix_ids, cut.body()))
+
+    #### Health, metrics, state
+
+    def capacity(self) -> int:
+        return self._client.capacity()
+
+    def retry_in(self) -> float:
+        return self._client.retry_in()
+
+    def record(self, outcome: Outcome) -> None:
+        """Counts an outcome. Called in an order that does not depend on timing, if the caller needs the means to be exact."""
+        kind = "" if outcome.reason == ACCEPTED else "deferred_" if outcome.deferred else "reject_"
+        self._counts[kind + outcome.reason] += 1
+        if not outcome.deferred:
+            self._recent["queue_age"].append(outcome.queue_age)
+        if outcome.splice is not None:
+            self._recent["match_tokens"].append(outcome.splice.match_tokens)
+            if self._by_text:
+                self._recent["match_text_tokens"].append(outcome.splice.match_text_tokens)
+        if outcome.correction is not None:
+            prefix, failed = len(outcome.correction.prefix_ids), len(outcome.correction.failed_suffix_ids)
+            self._recent["match_ratio"].append(prefix / max(prefix + failed, 1))
+            self._recent["suffix_len"].append(len(outcome.correction.suffix_ids))
+
+    def metrics(self) -> dict[str, float]:
+        """Cumulative `teacher_suffix/accepted`, `reject_<reason>` and `deferred_<reason>`, means over the newest outcomes, and
+        the client's metrics. Reading changes nothing."""
+        counts = dict.fromkeys([ACCEPTED, f"deferred_{NO_VERDICT}", *(f"reject_{reason}" for reason in REJECTIONS)], 0)
+        counts |= dict(self._counts)
+        means = {name: sum(values) / len(values) for name, window in self._recent.items() if (values := list(window))}
+        return {f"teacher_suffix/{name}": float(value) for name, value in (counts | means).items()} | self._client.metrics()
+
+    def state(self) -> dict[str, Any]:
+        recent = {name: list(values) for name, values in self._recent.items()}
+        return {"counts": dict(self._counts), "recent": recent, "client": self._client.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._counts = collections.Counter(state["counts"])
+        self._recent = {name: collections.deque(state["recent"][name], maxlen=WINDOW) for name in MEANS}
+        self._client.restore(state["client"])
+
+    async def aclose(self) -> None:
+        """Gives back sockets and the thread. The annotator can be used again, also from another event loop."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(wait=False, cancel_futures=True)
+        await self._client.aclose()
+
+
+MEANS = ("queue_age", "match_tokens", "match_text_tokens", "match_ratio", "suffix_len")
+
+
+def _locked(failure: Failure) -> Ids:
+    """int32[len]: what the state has beyond the problem's prompt."""
+    return failure.state_ids[len(failure.problem.prompt_ids) :]

@@ -1,0 +1,128 @@
+"""Rules that correct a student's text without a model: what the rule-based teacher (`deepgrpo.teacher.oracle`) knows.
+
+A rule keeps what is right of the student's text, verbatim, and goes on with the right steps.
+"""
+
+import json
+import pathlib
+import re
+from collections.abc import Callable
+
+from deepgrpo.data import carry_chain
+
+Correct = Callable[[str, str, str], str | None]  # (question, student's text, locked prefix) -> its continuation; None: no idea
+
+
+def correct_carry_chain(question: str, student: str, locked: str) -> str | None:
+    """The one right solution, from where the locked prefix stops."""
+    del student  # solutions are unique: what is right of the student's text is a prefix of this
+    return _after(locked, carry_chain.solution(question))
+
+
+_SUM = re.compile(r"\s*(\d+(?:\s*\+\s*\d+)+)\s*=\s*\??\s*")
+
+
+def correct_arithmetic(question: str, student: str, locked: str) -> str | None:
+    """Sums line by line: "47 + 38 + 25 = ?" -> "47 + 38 = 85\\n85 + 25 = 110\\n#### 110", in the student's spacing."""
+    match = _SUM.fullmatch(question.splitlines()[-1]) if question.strip() else None
+    if match is None:
+        return None
+    terms = [int(term) for term in match[1].split("+")]
+    written, total, lines, right = (locked + student).splitlines(), terms[0], [], True
+    for i, term in enumerate(terms[1:]):
+        line, total = f"{total} + {term} = {total + term}", total + term
+        if right and i < len(written):
+            line, right = _keep_spacing(written[i], line)
+        lines.append(line)
+    return _after(locked, "\n".join([*lines, f"#### {total}"]))
+
+
+def _keep_spacing(written: str, right: str) -> tuple[str, bool]:
+    """Returns `right`, spaced like `written` as far as they agree otherwise, and whether they agree to the end."""
+    spaced, position = "", 0
+    for symbol in right.replace(" ", ""):
+        gap = len(written[position:]) - len(written[position:].lstrip(" "))
+        if written[position + gap : position + gap + 1] != symbol:
+            break
+        spaced, position = spaced + written[position : position + gap + 1], position + gap + 1
+    else:
+        return (written, True) if not written[position:].strip() else (right, False)
+    done = len(spaced.replace(" ", ""))
+    rest = right.replace(" ", "")[done:]
+    return (spaced + written[position : position + gap] + rest if done else right), False
+
+
+def solutions_rule(path: str) -> Correct:
+    """Reference solutions from a JSONL file of `question` and `answer` (such as GSM8K's train file).
+
+    Of the student's text it keeps the leading lines whose equations hold and whose results the reference has too, then goes on
+    with the reference solution.
+
+    Raises:
+      ValueError: the file has no such rows; names it.
+    """
+    rows = [json.loads(line) for line in pathlib.Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
+    if not rows or not all({"question", "answer"} <= row.keys() for row in rows):
+        raise ValueError(f"{path}: expected JSONL rows with `question` and `answer`, as in GSM8K's train file")
+    answers = {row["question"].strip(): re.sub(r"<<[^>]*>>", "", row["answer"]) for row in rows}
+
+    def correct(question: str, student: str, locked: str) -> str | None:
+        del locked  # its steps need not be repeated: the reference's may follow them
+        answer = answers.get(question.strip())
+        return None if answer is None else _sound_lines(student, answer) + answer
+
+    return correct
+
+
+_EQUATION = re.compile(r"([\d.,]+(?:\s*[-+*/x×]\s*\$?[\d.,]+)+)\s*=\s*\$?([\d.,]*\d)")
+
+
+def _sound_lines(student: str, reference: str) -> str:
+    """The leading lines of `student` up to the last sound one: it has equations, all hold, all results occur in `reference`."""
+    known = {_number(text) for text in re.findall(r"[\d.,]*\d", reference)}
+    sound = seen = 0
+    for line in student.splitlines(keepends=True):
+        equations = _EQUATION.findall(line)
+        if "####" in line or "boxed" in line or not all(_holds(*equation, known) for equation in equations):
+            break
+        seen += len(line)
+        sound = seen if equations else sound
+    kept = student[:sound]
+    return kept if not kept or kept.endswith("\n") else kept + "\n"
+
+
+def _holds(left: str, result: str, known: set[float | None]) -> bool:
+    """Whether a chain of + - * / (left to right within precedence) gives `result`, and `result` is a known number."""
+    total, sign, product = 0.0, 1.0, None
+    for operator, text in re.findall(r"([-+*/x×]?)\s*\$?([\d.,]+)", left):
+        number = _number(text)
+        if number is None or (operator == "/" and number == 0):
+            return False
+        if operator in ("*", "x", "×"):
+            product *= number
+        elif operator == "/":
+            product /= number
+        else:
+            total += sign * (product or 0.0)
+            sign, product = (-1.0 if operator == "-" else 1.0), number
+    value = _number(result)
+    return value is not None and value in known and abs(total + sign * (product or 0.0) - value) < 1e-6
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", "").rstrip("."))
+    except ValueError:
+        return None
+
+
+def _after(locked: str, solution: str) -> str | None:
+    """What follows `locked` in the whole solution; None when the solution does not start like that."""
+    return solution[len(locked) :] if solution.startswith(locked) else None
+
+
+RULES: dict[str, Callable[[str], Correct]] = {  # each takes --solutions' path, which only one needs
+    "carry_chain": lambda path: correct_carry_chain,
+    "arithmetic": lambda path: correct_arithmetic,
+    "solutions": solutions_rule,
+}

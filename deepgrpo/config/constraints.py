@@ -43,6 +43,7 @@ RANGES = {  # key: interval of its value or of each element
     "rollout.temperature": "(0, inf)",
     "rollout.top_p": "(0, 1]",
     "rollout.top_k": "[-1, inf)",
+    "rollout.max_model_len": "[2, inf)",
     "rollout.slots": "[1, inf)",
     "rollout.decode_steps": "[1, inf)",
     "rewards.workers": "[1, inf)",

@@ -109,12 +109,12 @@ def draw(arms: Mapping[str, Sequence[Curve]], out: pathlib.Path, label: str) -> 
 
 
 def table(arms: Mapping[str, Sequence[Curve]], label: str) -> rich.table.Table:
-    """One row an arm: first, last and best validation score, with the interval over seeds where there are several."""
+    """One row an arm: validation before and after, with the interval over seeds where there are several."""
     result = rich.table.Table(title=label)
-    for column in ("arm", "seeds", "steps", "student tokens", "before", "after", "best"):
+    for column in ("arm", "seeds", "steps", "student tokens", "before", "after"):
         result.add_column(column, justify="left" if column == "arm" else "right")
     for name, curves in arms.items():
-        columns = [np.array([get(c.scores) for c in curves]) for get in (lambda s: s[0], lambda s: s[-1], np.max)]
+        columns = [np.array([curve.scores[i] for curve in curves]) for i in (0, -1)]
         steps, tokens = np.mean([c.steps for c in curves]), np.mean([c.tokens[-1] for c in curves])
         result.add_row(name, str(len(curves)), f"{steps:.0f}", f"{tokens:,.0f}", *(with_interval(values) for values in columns))
     return result
@@ -135,7 +135,8 @@ def main() -> None:
     args = parser.parse_args()
     arms = arms_of([read_curve(run, args.metric) for run in args.runs])
     label = args.metric or "validation score"
-    rich.console.Console().print(table(arms, label))
+    console = rich.console.Console()
+    console.print(table(arms, label), width=None if console.is_terminal else 120)  # a log has no width to fit into
     draw(arms, args.out, label)
     print(f"wrote {args.out}")
 

@@ -1,0 +1,198 @@
+"""Every way to get a key wrong ends with an error that names the key, and the right ways work, without JAX, in no time."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from deepgrpo import config as config_lib
+from deepgrpo.config import command_line, constraints
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+EXPERIMENT = """
+from configs import common
+
+def get_config(argument="none"):
+    config = common.get_config()
+    config.name = "test-" + argument
+    config.model.path = "models/m"
+    config.data.train = ("carry_chain:train",)
+    config.data.validation = ("carry_chain:heldout",)
+    {line}
+    return config
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    def write(line: str = "pass") -> str:
+        path = tmp_path / "experiment.py"
+        path.write_text(EXPERIMENT.format(line=line))
+        return str(path)
+
+    return write
+
+
+def parse(file, *overrides):
+    return config_lib.from_command_line(["train.py", f"--config={file}", *overrides])
+
+
+def message(file, *overrides) -> str:
+    with pytest.raises(config_lib.ConfigError) as error:
+        parse(file, *overrides)
+    return str(error.value)
+
+
+def test_values_of_every_type(experiment):
+    config, line = parse(
+        experiment() + ":luffy",
+        "--config.seed=3",
+        "--config.optim.lr=3e-4",
+        "--config.data.shuffle=OFF",
+        "--config.curriculum.pool=none",
+        "--config.learner.mesh=(1,2,-1)",
+        "--config.teacher.temperatures=0,1",
+        "--config.data.train=(gsm8k:a b.jsonl, math:c.parquet)",
+        "--config.data.limit",
+        "5",
+    )
+    assert (config.name, config.seed, config.optim.lr, config.data.shuffle) == ("test-luffy", 3, 3e-4, False)
+    assert config.learner.mesh == (1, 2, -1) and config.teacher.temperatures == (0.0, 1.0)
+    assert config.data.train == ("gsm8k:a b.jsonl", "math:c.parquet") and config.data.limit == 5
+    assert line.argument == "luffy" and ("optim.lr", "3e-4") in line.overrides
+    with pytest.raises(AttributeError):
+        config.optim.learning_rate = 1.0  # locked: later code cannot invent keys either
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", "on"])
+def test_truth(experiment, text):
+    assert parse(experiment(), f"--config.strict_reference={text}")[0].strict_reference is True
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("--config.curriculum.injecton_ratio=0.5", ["curriculum.injecton_ratio", "curriculum.injection_ratio"]),
+        ("--config.rollout.injection_ratio=0.5", ["rollout.injection_ratio", "curriculum.injection_ratio"]),
+        ("--config.curiculum.pool=none", ["curiculum.pool", "curriculum.pool"]),
+        ("--config.curriculum=forest", ["section", "curriculum.pool"]),
+        ("--config.rollout.n=8.5", ["rollout.n", "'8.5'", "whole number"]),
+        ("--config.optim.lr=fast", ["optim.lr", "'fast'", "a number"]),
+        ("--config.optim.lr=nan", ["optim.lr", "a number"]),
+        ("--config.data.shuffle=maybe", ["data.shuffle", "true or false"]),
+        ("--config.learner.mesh=(1,two,1)", ["learner.mesh", "tuple", "whole number"]),
+        ("--config.checkpoint.best_metric=None", ["checkpoint.best_metric", "text"]),
+        ("--config.seed", ["--config.seed", "no value"]),
+        ("--confg.seed=1", ["--confg.seed", "did you mean", "--config.seed"]),
+        ("--injection_ratio=1", ["--injection_ratio", "--config.curriculum.injection_ratio"]),
+        ("injection_ratio=1", ["injection_ratio", "--config.KEY=VALUE"]),
+    ],
+)
+def test_wrong_override_is_named(experiment, override, parts):
+    text = message(experiment(), override)
+    assert all(part in text for part in parts), text
+
+
+def test_duplicates_are_refused(experiment):
+    assert "given twice: 1 and 2" in message(experiment(), "--config.seed=1", "--config.seed=2")
+    assert "given twice" in message(experiment(), "--config=configs/common.py")
+
+
+def test_all_problems_come_at_once(experiment):
+    text = message(experiment(), "--config.sed=1", "--config.rollout.n=x", "--config.modle.path=y")
+    assert "3 problems" in text and all(name in text for name in ("sed", "rollout.n", "modle.path"))
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        (
+            "config.curriculum.injecton_ratio = 0.5",
+            ["experiment.py:10", "curriculum.injecton_ratio", "curriculum.injection_ratio"],
+        ),
+        ("config.rollout.n = 'eight'", ["experiment.py", "line 10", "config.rollout.n = 'eight'"]),
+        ("config.rollout.n = True", ["rollout.n", "whole number"]),
+        ("config.learner.buckets = (64, 'x')", ["learner.buckets", "whole number"]),
+        ("config.name = None", ["name is required"]),
+        ("1 / 0", ["experiment.py", "line 10", "ZeroDivisionError"]),
+        ("del config.optim", ["optim.lr"]),
+    ],
+)
+def test_wrong_experiment_is_located(experiment, line, parts):
+    text = message(experiment(line))
+    assert all(part in text for part in parts), text
+
+
+def test_wrong_files_and_arguments():
+    assert "--config=PATH" in message_of([])
+    text = message_of(["--config=configs/carrychain.py"])
+    assert "does not exist" in text and "configs/" in text
+    assert "takes no argument" in message_of(["--config=configs/common.py:sft"])
+    assert "model.path is required" in message_of(["--config=configs/common.py"])
+
+
+def message_of(arguments) -> str:
+    with pytest.raises(config_lib.ConfigError) as error:
+        config_lib.from_command_line(["train.py", *arguments])
+    return str(error.value)
+
+
+def test_help_lists_every_key():
+    with pytest.raises(SystemExit) as error:
+        config_lib.from_command_line(["train.py", "--help"])
+    text = str(error.value)
+    keys = config_lib.flatten(command_line.load(command_line.SCHEMA, None))
+    assert not [key for key in keys if f"--config.{key}=" not in text]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["--config.curriculum.injection_ratio=1.5"], ["curriculum.injection_ratio = 1.5", "(0, 1]"]),
+        (["--config.curriculum.pool=forst"], ["curriculum.pool", "did you mean forest"]),
+        (["--config.rollout.n=1"], ["rollout.n = 1"]),
+        (["--config.rollout.temperature=0"], ["rollout.temperature"]),
+        (["--config.objective.clip_c=1"], ["objective.clip_c"]),
+        (["--config.learner.buckets=512,256"], ["learner.buckets", "rising"]),
+        (["--config.learner.buckets=256"], ["learner.buckets", "rollout.max_model_len = 1024"]),
+        (["--config.data.max_prompt_length=1000"], ["data.max_prompt_length = 1000", "curriculum.min_remaining_tokens = 32"]),
+        (["--config.optim.mini_batch_prompts=256"], ["optim.mini_batch_prompts = 256", "data.batch_size = 128"]),
+        (["--config.curriculum.failures=longest_prefix", "--config.data.train=gsm8k:x"], ["longest_prefix", "steps"]),
+        (["--config.teacher.base_url=oracle", "--config.data.train=gsm8k:x"], ["teacher.base_url", "rule-based"]),
+        (["--config.teacher.replay=/nowhere"], ["teacher.replay", "does not exist"]),
+        (["--config.teacher.deadline=1"], ["teacher.deadline", "teacher.timeout"]),
+        (["--config.learner.mesh=2,-1,-1"], ["learner.mesh"]),
+        (["--config.validation.n=4"], ["validation.temperature = 0.0", "greedy"]),
+        (["--config.curriculum.injection_ratio=0.001"], ["data.batch_size = 128", "injected"]),
+        (["--config.name=a/b"], ["name = 'a/b'"]),
+    ],
+)
+def test_what_cannot_work(experiment, overrides, parts):
+    text = message(experiment(), *overrides)
+    assert all(part in text for part in parts), text
+
+
+def test_a_plain_run_is_not_judged_by_what_it_does_not_use(experiment):
+    parse(experiment(), "--config.curriculum.pool=none", "--config.teacher.replay=/nowhere")
+
+
+def test_every_number_has_a_range():
+    flat = config_lib.flatten(command_line.load(command_line.SCHEMA, None))
+    numbers = {key for key, value in flat.items() if type(value) in (int, float)}
+    assert numbers - constraints.RANGES.keys() == {"rewards.threshold"}  # any number is a threshold
+    assert not (constraints.RANGES.keys() | constraints.CHOICES.keys()) - flat.keys()
+
+
+def test_before_jax_and_with_a_warning_for_old_knobs():
+    code = (
+        "import sys; from deepgrpo import config\n"
+        "try: config.from_command_line(['x', '--config=configs/common.py', '--config.name=n', '--config.model.path=m',"
+        " '--config.data.train=carry_chain:x', '--config.validation.every=0'])\n"
+        "finally: print('jax' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={"INJECTION_RATIO": "0.5"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and done.stdout == "False\n", done.stderr
+    assert "INJECTION_RATIO=0.5 has no effect" in done.stderr and "curriculum.injection_ratio" in done.stderr

@@ -1,0 +1,124 @@
+"""What is missing outside is reported in one message, each with a remedy."""
+
+import contextlib
+import http.server
+import json
+import threading
+
+import pytest
+
+from deepgrpo import config as config_lib
+from deepgrpo.config import command_line, inputs
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    config = command_line.load(command_line.SCHEMA, None)
+    config.name, config.model.path = "run", str(tmp_path / "model")
+    config.data.train = (f"gsm8k:{tmp_path}/train.jsonl",)
+    config.data.validation = ("carry_chain:heldout",)
+    return config
+
+
+def complete_model(folder) -> None:
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / name).write_text("{}")
+
+
+@contextlib.contextmanager
+def served(status: int, body: str):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status if self.path == "/v1/models" else 404)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_everything_missing_is_one_message(config):
+    config.requires_accelerator = True
+    config.model.origin = "Qwen/Qwen2.5-Math-1.5B"
+    config.teacher.base_url = "http://127.0.0.1:9/v1"
+    with pytest.raises(config_lib.ConfigError) as error:
+        config_lib.check_inputs(config)
+    text = str(error.value)
+    assert "5 things are missing" in text
+    for part in (
+        "JAX_PLATFORMS",
+        "hf download Qwen/Qwen2.5-Math-1.5B --local-dir",
+        "train.jsonl",
+        "OPENAI_API_KEY",
+        "vllm serve",
+    ):
+        assert part in text, text
+
+
+def test_nothing_missing(config, tmp_path):
+    complete_model(tmp_path / "model")
+    (tmp_path / "train.jsonl").touch()
+    config.teacher.base_url = "oracle"
+    assert config_lib.check_inputs(config) == []
+
+
+def test_incomplete_model_folder(config, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-1.safetensors").touch()
+    ((what, _),) = inputs.model_problems(config)
+    assert what.endswith("lacks model-2.safetensors, tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "part"),
+    [
+        (200, '{"data": [{"id": "teacher"}]}', ""),
+        (200, '{"data": [{"id": "other"}]}', "serves other, not teacher"),
+        (200, "<html>", "no list of models"),
+        (401, "", "answered 401"),
+        (500, "", "answered 500"),
+    ],
+)
+def test_endpoint(config, monkeypatch, status, body, part):
+    monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
+    config.teacher.model = "teacher"
+    with served(status, body) as url:
+        config.teacher.base_url = url
+        problems = inputs.teacher_problems(config)
+    assert (part in problems[0][0] and problems[0][1]) if part else problems == []
+
+
+def test_a_teacher_that_is_down_does_not_stop_a_resumed_run(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
+    complete_model(tmp_path / "model")
+    (tmp_path / "train.jsonl").touch()
+    config.teacher.base_url = "http://127.0.0.1:9/v1"
+    (warning,) = config_lib.check_inputs(config, resuming=True)
+    assert "127.0.0.1:9" in warning
+
+
+def test_accelerator_without_its_plugin(config, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    config.requires_accelerator = True
+    monkeypatch.setattr(inputs.glob, "glob", lambda pattern: [])
+    assert "shows none" in inputs.accelerator_problems(config)[0][0]
+    monkeypatch.setattr(inputs.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else [])
+    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: None)
+    assert "plugin" in inputs.accelerator_problems(config)[0][0]
+    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: "found")
+    assert inputs.accelerator_problems(config) == []

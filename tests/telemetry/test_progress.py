@@ -1,0 +1,63 @@
+"""The progress line, with and without a terminal, and the timer."""
+
+import io
+
+import rich.console
+
+from deepgrpo.telemetry.progress import Progress, Timer
+
+METRICS = {
+    "critic/main_chain/rewards/mean": 0.25,
+    "val-core/task/reward/mean@1": 0.5,
+    "forest/num_trees": 16,
+    "forest/active_nonroot_nodes": 63,
+    "teacher_worker/total_attempted": 52,
+    "teacher_worker/total_succeeded": 41,
+    "training/student_tokens": 2000,
+    "timing_s/step": 2.0,
+    "timing_s/gen": 1.2,
+    "timing_s/update_actor": 0.6,
+}
+
+
+def progress(terminal: bool, times, **arguments):
+    text = io.StringIO()
+    console = rich.console.Console(file=text, force_terminal=terminal, width=200)
+    return Progress(10, console=console, clock=iter(times).__next__, **arguments), text
+
+
+def test_plain_lines():
+    shown, text = progress(False, [0.0, 4.0, 6.0], first_step=2)
+    shown.update(4, METRICS)
+    shown.update(5, {"training/student_tokens": 3000})
+    shown.close()
+    first, second = text.getvalue().splitlines()
+    assert first == (
+        "step 4/10 | reward 0.250 | validation 0.500 | forest 63 states in 16 trees | teacher 41 of 52"
+        " | 2.0 s (rollouts 60%, update 30%) | 12 s left"
+    )
+    assert second == "step 5/10 | validation 0.500 | 10 s left"
+
+
+def test_the_token_budget_may_end_it_first():
+    shown, text = progress(False, [0.0, 100.0], first_step=2, first_tokens=1000, total_tokens=3000)
+    shown.update(3, METRICS)
+    assert text.getvalue().endswith("1 min 40 s left\n")
+
+
+def test_live_line_and_silence():
+    shown, text = progress(True, [0.0, 1.0])
+    shown.update(1, METRICS)
+    shown.close()
+    assert "\x1b[" in text.getvalue() and "step 1/10" in text.getvalue()
+    Progress(10, enabled=False).update(1, METRICS)
+
+
+def test_timer():
+    timer = Timer(iter([0.0, 1.0, 3.0, 10.0, 20.0, 24.0]).__next__)
+    with timer("step"), timer("gen"):
+        pass
+    with timer("gen"):
+        pass
+    assert timer.metrics() == {"timing_s/gen": 6.0, "timing_s/step": 10.0}
+    assert timer.metrics() == {}

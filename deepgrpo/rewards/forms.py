@@ -1,0 +1,316 @@
+"""The shape of an answer: value, words, base-n numeral, list or set, tuple or interval, union, matrix, relation.
+
+`parse` looks at structure only; what stands in the leaves stays clean text (see `latex`), for `compare` to decide upon.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+from deepgrpo.rewards.latex import ROW, TEXT_CLOSE, TEXT_OPEN, canonical, unmarked
+from deepgrpo.rewards.units import Quantity, quantity
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A number or an expression, perhaps with a unit."""
+
+    quantity: Quantity
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """Prose: lower case, no punctuation."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Numeral:
+    """Digits with a written base."""
+
+    digits: str
+    base: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """Several answers without an order: a list, or a set in braces."""
+
+    parts: tuple["Form", ...]
+    braces: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Brackets:
+    """A tuple, a vector or an interval."""
+
+    opening: str
+    closing: str
+    parts: tuple["Form", ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sets:
+    """Sets joined by `operators` (\\cup, \\cap, \\setminus), read from the left."""
+
+    operators: tuple[str, ...]
+    parts: tuple["Form", ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Cells as clean text; a scalar factor is already multiplied in."""
+
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Relation:
+    """A chain such as `a < x <= b` or `y = 2x + 3`; `>` is written as `<`, with the sides turned round."""
+
+    operators: tuple[str, ...]
+    sides: tuple[str, ...]
+
+
+Form = Value | Words | Numeral | Items | Brackets | Sets | Matrix | Relation
+
+MAX_NESTING = 12  # structures within structures
+
+_TOKEN = re.compile(
+    rf"\\begin\{{\w+\*?\}}|\\end\{{\w+\*?\}}|\\[A-Za-z]+|\\.|{TEXT_OPEN}[^{TEXT_CLOSE}]*{TEXT_CLOSE}|<=|>=|.", re.DOTALL
+)
+_OPENING, _CLOSING = {"(", "[", "{", "\\{", "\\begin"}, {")", "]", "}", "\\}", "\\end"}
+_JOINS = re.compile(r"(\b(?:and|or)\b|(?<!\d),|,(?!\d))")
+_TEXT_RUN = re.compile(f"{TEXT_OPEN}([^{TEXT_CLOSE}]*){TEXT_CLOSE}")
+_THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+_RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "<=": "<=", ">=": ">=", "\\ne": "!=", "\\equiv": "="}
+_APPROXIMATE = {"\\approx", "\\simeq", "\\sim", "\\doteq"}
+_SET_OPERATORS = {"\\cup", "\\cap", "\\setminus"}
+_NUMBER_SETS = re.compile(r".*\\in\s*\\mathbb\s*\{?[ZNQ]\}?.*|.*\\in\s*\{?\\?(?:Z|N)\}?")
+_LABEL = re.compile(rf"{TEXT_OPEN}[^{TEXT_CLOSE}]*{TEXT_CLOSE}\s*[:.]?\s*(?=\S)")
+_PREAMBLE = re.compile(r"(?:(?:the|so|therefore|thus|hence)\s+)*(?:final\s+)?answer(?:\s+is)?\s*[:=]?\s*", re.IGNORECASE)
+_MATRIX = re.compile(
+    r"(?P<factor>.*?)\\begin\{(?P<name>[bpB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(?P<body>.*)\\end\{(?P=name)\}", re.DOTALL
+)
+_NUMERAL = re.compile(r"\(?([0-9A-Z]*\d[0-9A-Z]*)\)?_\{?\(?(?:base)?(\d+|[a-z]+)\)?\}?")
+_BASES = dict(
+    zip("two three four five six seven eight nine ten eleven twelve".split(), range(2, 13), strict=True),
+    sixteen=16,
+)
+
+
+def readings(text: str) -> list[Form]:
+    """The forms that clean text may have: a comma before three digits groups thousands, or else parts a list."""
+    grouped = _THOUSANDS.sub(lambda m: m.group() if _inside(text, m.start()) else m.group().replace(",", ""), text)
+    forms = [parse(grouped)]
+    if grouped != text and isinstance(other := parse(text), Items):
+        forms.append(other)
+    return forms
+
+
+def parse(text: str, nesting: int = 0) -> Form:
+    """The form of clean text."""
+    text = _trimmed(text)
+    if nesting > MAX_NESTING:
+        return Value(quantity(text))
+    if words := _TEXT_RUN.fullmatch(text):
+        text = _trimmed(_PREAMBLE.sub("", words.group(1), count=1))
+        if re.match(r"[\s(]*[A-Za-z]", text) and not _JOINS.search(text):
+            return Words(plain_words(text))
+    else:
+        text = _PREAMBLE.sub("", text, count=1)
+    parts, _ = split(_with_joins(text), _is_separator)
+    parts = [part for part in (_trimmed(part) for part in parts) if part]
+    parts = [part for part in parts if not _NUMBER_SETS.fullmatch(part)] or parts
+    if len(parts) > 1:
+        return _items([parse(part, nesting + 1) for part in parts], braces=False)
+    text = parts[0] if parts else ""
+    if re.search(r"\\(?:pm|mp)(?![A-Za-z])", text) and not _enclosed(text, "\\{", "\\}"):
+        return _items([parse(branch, nesting + 1) for branch in _signs(text)], braces=False)
+    return _single(text, nesting)
+
+
+def _single(text: str, nesting: int) -> Form:
+    """The form of clean text that is neither a list nor ambiguous in a sign."""
+    sides, operators = split(text, lambda token: token in _RELATIONS or token in _APPROXIMATE or token == "\\in")
+    if operators:
+        return _relation([side.strip() for side in sides], operators, nesting)
+    parts, joins = split(text, lambda token: token in _SET_OPERATORS)
+    if joins:
+        return Sets(tuple(joins), tuple(parse(part, nesting + 1) for part in parts))
+    if matrix := _MATRIX.match(text):
+        return _matrix(matrix)
+    if inside := _enclosed(text, "\\{", "\\}"):
+        return _set(inside[0], nesting)
+    label = re.match(r"(?:[ABD-Z]|[a-z](?=[(\[][^()\[\]]*,[^()\[\]]*[\])]$))\s*(?=[(\[])", text)  # a point's name; a stray letter
+    if brackets := _bracketed(text[label.end() :] if label else text):
+        opening, inner, closing = brackets
+        pieces, commas = split(inner, lambda token: token in ",;")
+        if commas:
+            return Brackets(opening, closing, tuple(parse(piece, nesting + 1) for piece in pieces))
+        if opening + closing in ("()", "[]") and not label:
+            return parse(inner, nesting + 1)
+    if numeral := _NUMERAL.fullmatch(canonical(text)):
+        base = _BASES.get(numeral.group(2)) or (int(numeral.group(2)) if numeral.group(2).isdigit() else 0)
+        if 2 <= base <= 36:
+            return Numeral(numeral.group(1), base)
+    if label := _LABEL.match(text):
+        return parse(text[label.end() :], nesting + 1)
+    return Value(quantity(text))
+
+
+def plain_words(text: str) -> str:
+    """Prose for comparison: lower case, letters and digits only, without "option", "choice" or a leading article."""
+    words = re.findall(r"[a-z0-9]+", unmarked(text).lower())
+    while len(words) > 1 and words[0] in ("option", "choice", "answer", "the", "a", "an"):
+        words = words[1:]
+    return " ".join(words)
+
+
+#### Splitting
+
+
+def split(text: str, is_separator: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    """Parts of `text` between its separators outside all brackets, and the separators."""
+    parts, separators, depth, current = [], [], 0, []
+    for token in _TOKEN.findall(text):
+        bracket = token.split("{")[0] if token.startswith(("\\begin", "\\end")) else token
+        if bracket in _OPENING:
+            depth += 1
+        elif bracket in _CLOSING:
+            depth = max(0, depth - 1)
+        if depth == 0 and is_separator(token):
+            parts.append("".join(current))
+            separators.append(token)
+            current = []
+        else:
+            current.append(token)
+    return [*parts, "".join(current)], separators
+
+
+def _is_separator(token: str) -> bool:
+    if token in (",", ";"):
+        return True
+    return token[0] == TEXT_OPEN and token[1:-1].strip(" ,;") in ("and", "or", "")
+
+
+def _with_joins(text: str) -> str:
+    """Marks plain "and" and "or", and takes them out of longer runs of prose."""
+
+    def parted(run: re.Match) -> str:
+        pieces = [piece for piece in _JOINS.split(run.group(1)) if piece.strip()]
+        return "".join(f"{TEXT_OPEN}{piece}{TEXT_CLOSE}" for piece in pieces)
+
+    if TEXT_OPEN in text:
+        return _TEXT_RUN.sub(parted, text)
+    return re.sub(r"(?<![A-Za-z\\])(and|or)(?![A-Za-z])", rf"{TEXT_OPEN}\1{TEXT_CLOSE}", text)
+
+
+def _trimmed(text: str) -> str:
+    """`text` without outer white space, quotes, emphasis, closing punctuation and redundant braces."""
+    while True:
+        before = text
+        text = text.lstrip(' :;,&"*=' + ROW).rstrip(' .:;,&"*' + ROW)
+        text = text[1:-1] if len(text) > 1 and text[0] == text[-1] == "'" else text
+        text = re.sub(r"(?<!\\)\\$", "", text)
+        if "\\over" not in text and "\\choose" not in text and (inside := _enclosed(text, "{", "}")):
+            text = inside[0]
+        if text == before:
+            return text
+
+
+def _inside(text: str, index: int) -> bool:
+    """Whether `index` lies within round, square or escaped curly brackets."""
+    before = text[:index]
+    return any(before.count(o) > before.count(c) for o, c in (("(", ")"), ("[", "]"), ("\\{", "\\}")))
+
+
+def _enclosed(text: str, opening: str, closing: str) -> tuple[str] | None:
+    """The inside of `text` if its first bracket closes at its very end."""
+    if not (text.startswith(opening) and text.endswith(closing)):
+        return None
+    depth = 0
+    end = 0
+    for token in _TOKEN.findall(text):
+        end += len(token)
+        depth += (token == opening) - (token == closing)
+        if depth == 0:
+            return (text[len(opening) : -len(closing)],) if end == len(text) else None
+    return None
+
+
+def _bracketed(text: str) -> tuple[str, str, str] | None:
+    """(opening, inside, closing) if one pair of round or square brackets, possibly unlike, encloses all of `text`."""
+    if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
+        return None
+    depth = 0
+    for index, char in enumerate(text):
+        depth += (char in "([") - (char in ")]")
+        if depth == 0:
+            return (text[0], text[1:-1], text[-1]) if index == len(text) - 1 else None
+    return None
+
+
+#### Structures
+
+
+def _items(parts: list[Form], braces: bool) -> Form:
+    flat: list[Form] = []
+    for part in parts:
+        flat.extend(part.parts if isinstance(part, Items) and not part.braces else (part,))
+    return flat[0] if len(flat) == 1 and not braces else Items(tuple(flat), braces)
+
+
+def _signs(text: str) -> list[str]:
+    """`text` with every choice of its plus-minus signs; \\pm and \\mp are opposite, several \\pm are independent."""
+    tokens = re.split(r"(\\(?:pm|mp)(?![A-Za-z]))", text)
+    count = sum(token == "\\pm" for token in tokens)
+    tied = "\\mp" in tokens or count > 3
+    choices = [(s,) * len(tokens) for s in (1, -1)] if tied else _product(count)
+    branches = []
+    for signs in choices:
+        pending = iter(signs)
+        branch = (
+            token if token not in ("\\pm", "\\mp") else "+" if next(pending) * (1 if token == "\\pm" else -1) > 0 else "-"
+            for token in tokens
+        )
+        branches.append("".join(branch))
+    return branches
+
+
+def _product(count: int) -> list[tuple[int, ...]]:
+    signs: list[tuple[int, ...]] = [()]
+    for _ in range(count):
+        signs = [(*s, sign) for s in signs for sign in (1, -1)]
+    return signs
+
+
+def _relation(sides: list[str], operators: list[str], nesting: int) -> Form:
+    if "\\in" in operators:  # membership: what it is a member of
+        return parse(sides[operators.index("\\in") + 1], nesting + 1)
+    rough = next((i for i, operator in enumerate(operators) if operator in _APPROXIMATE), None)
+    if rough is not None:  # the exact value stands before the approximation
+        sides, operators = sides[: rough + 1], operators[:rough]
+    if not operators or not all(sides):
+        return parse(next((side for side in sides if side), ""), nesting + 1)
+    signs = [_RELATIONS[operator] for operator in operators]
+    if all(sign in (">", ">=") for sign in signs):
+        sides, signs = sides[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
+    return Relation(tuple(signs), tuple(_trimmed(side) for side in sides))
+
+
+def _set(inside: str, nesting: int) -> Form:
+    condition, bars = split(inside, lambda token: token in ("\\mid", "|", ":"))
+    if len(bars) == 1 and re.fullmatch(r"\s*[A-Za-z]\s*(?:\\in.*)?", condition[0]):
+        return parse(condition[1], nesting + 1)
+    inner = parse(inside, nesting + 1)
+    return Items(inner.parts if isinstance(inner, Items) and not inner.braces else (inner,), braces=True)
+
+
+def _matrix(match: re.Match) -> Matrix:
+    factor = unmarked(match["factor"]).strip("([ ")
+    factor = {"": "", "-": "-1"}.get(factor, factor)
+    rows = [row for row in match["body"].split(ROW) if row.strip()]
+    cell = (lambda text: f"({factor})*({text.strip()})") if factor else str.strip
+    return Matrix(tuple(tuple(cell(text) for text in row.split("&")) for row in rows))

@@ -1,0 +1,190 @@
+"""From a response to clean answer text: finding boxes, and one spelling for everything LaTeX and Unicode spell in several ways.
+
+Clean text keeps the LaTeX commands of mathematics, and marks prose: `\\text{and}` becomes TEXT_OPEN + "and" + TEXT_CLOSE, so that
+the later stages can tell words from products of variables. A row break of a matrix becomes ROW.
+"""
+
+import re
+import unicodedata
+
+TEXT_OPEN, TEXT_CLOSE, ROW = "\x02", "\x03", "\x04"
+MAX_RAW = 10_000  # characters of a box before cleaning
+
+_BOX = re.compile(r"\\boxed(?![A-Za-z])")
+_JOIN = re.compile(r"[\s$.,;:&\\\[\]()*]*(?:(?:and|or|,)[\s$.,;:&\\\[\]()*]*)*")  # what may stand between boxes of one list
+
+
+#### Boxes
+
+
+def last_boxes(text: str) -> list[str] | None:
+    """Contents of the last box, and of the boxes right before it that are joined to it by commas, "and" or "or".
+
+    `\\boxed5` and white space before the brace are fine; of nested boxes the innermost counts. Escaped braces do not nest.
+
+    Returns:
+      The contents in order of appearance, or None if there is no box or the last one is unclosed.
+    """
+    found: list[str] = []
+    limit = len(text)
+    for match in reversed(_tail_boxes(text)):
+        content = _content(text, match.end())
+        if content is None:
+            return found or None
+        inside, end = content
+        between = text[end:limit]
+        if found and (end > limit or len(between) > 40 or not _JOIN.fullmatch(between) or len(found) == 50):
+            break
+        found.insert(0, inside)
+        limit = match.start()
+    return found or None
+
+
+def _tail_boxes(text: str) -> list[re.Match]:
+    return list(_BOX.finditer(text, max(0, len(text) - 200_000)))[-51:]
+
+
+def _content(text: str, start: int) -> tuple[str, int] | None:
+    """The argument of a box command that ends at `start`, and the index after it; None if it never closes."""
+    while start < len(text) and text[start].isspace():
+        start += 1
+    if start >= len(text):
+        return None
+    if text[start] != "{":
+        bare = re.compile(r"-?\d+(?:\.\d+)?|\\[A-Za-z]+|[^\s\\]").match(text, start)
+        return (bare.group(), bare.end()) if bare else None
+    depth = 0
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return text[start + 1 : brace.start()], brace.end()
+    return None
+
+
+#### One spelling
+
+_UNICODE = {
+    **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d", "-"),
+    **dict.fromkeys("\u201c\u201d\u2018\u2019`", '"'),
+    **{"\u00d7": "\\times ", "\u22c5": "\\cdot ", "\u00b7": "\\cdot ", "\u2219": "\\cdot ", "\u00f7": "/", "\u2044": "/"},
+    **{"\u2215": "/", "\u221a": "\\sqrt ", "\u221e": "\\infty ", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne "},
+    **{"\u2a7d": "\\le ", "\u2a7e": "\\ge ", "\u00b0": "\\degree ", "\u222a": "\\cup ", "\u2229": "\\cap ", "\u2208": "\\in "},
+    **{"\u2216": "\\setminus ", "\u00b1": "\\pm ", "\u2213": "\\mp ", "\u2032": "'", "\u2033": "''", "\u2248": "\\approx "},
+    **{"\u2205": "\\emptyset ", "\u211d": "\\mathbb{R}", "\u2124": "\\mathbb{Z}", "\u230a": "\\lfloor ", "\u230b": "\\rfloor "},
+    **{"\u03d5": "\\phi ", "\u2019": "'", "\u2192": "\\to ", "\u2220": "\\angle ", "\u00bc": "\\frac{1}{4}"},
+}
+_SUPERSCRIPTS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207f", "0123456789+-n")
+_SUPERSCRIPT_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u207f]+")
+_SUBSCRIPT_RUN = re.compile("[\u2080-\u2089]+")
+
+_RENAMED = {
+    **dict.fromkeys("dfrac tfrac cfrac".split(), "\\frac"),
+    **dict.fromkeys("dbinom tbinom".split(), "\\binom"),
+    **dict.fromkeys("leq leqslant".split(), "\\le"),
+    **dict.fromkeys("geq geqslant".split(), "\\ge"),
+    **dict.fromkeys("degrees deg".split(), "\\degree"),
+    **{"neq": "\\ne", "lt": "<", "gt": ">", "lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]", "lvert": "|"},
+    **{"rvert": "|", "vert": "|", "cdotp": "\\cdot", "ast": "*", "prime": "'", "colon": ":", "backslash": "\\setminus"},
+    **{"smallsetminus": "\\setminus", "langle": "(", "rangle": ")", "tg": "\\tan", "ctg": "\\cot", "AA": "Angstrom"},
+    **dict.fromkeys(
+        "left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr displaystyle textstyle limits".split(), ""
+    ),
+    **dict.fromkeys(
+        "bf rm it sf tt boldmath boxed fbox mathbf boldsymbol mathit bm underline emph ensuremath limits".split(), ""
+    ),
+    **dict.fromkeys("quad qquad enspace thinspace hspace".split(), " "),
+}
+_TEXT_GROUP = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|mathrm|mathsf|mathtt|operatorname)\*?\s*\{([^{}]*)\}"
+)
+_INNER_GROUP = re.compile(rf"{TEXT_OPEN}([^{TEXT_OPEN}{TEXT_CLOSE}]*){TEXT_OPEN}([^{TEXT_OPEN}{TEXT_CLOSE}]*){TEXT_CLOSE}")
+_COMMAND = re.compile(r"\\([A-Za-z]+)\s?")
+_COLOR = re.compile(r"\\(?:textcolor|color)\s*(?:\{[^{}]*\}|[a-z]+)")
+_DERIVATIVE = re.compile(
+    r"\\frac\s*\{\s*d(?:\^\{?(\d)\}?)?\s*([A-Za-z])(\([A-Za-z]\))?\s*\}\s*\{\s*d\s*[A-Za-z](?:\^\{?\d\}?)?\s*\}"
+)
+
+
+def clean(raw: str) -> str:
+    """`raw` in this module's one spelling. Linear in its length but for a bounded number of nested text groups."""
+    text = _ascii(raw)
+    text = re.sub(r"\\\\(?:\[[^\]]*\])?|\\tabularnewline|\\cr\b", ROW, text)
+    text = re.sub(r"(?<!\\)\$|\\[()\[\]]", "", text)  # the delimiters of math mode
+    text = re.sub(r"\d(?:,\\!|\{,\}|\\[,;:!]|\\ |,\\ )\s*(?=\d{3}(?!\d))", lambda m: m.group()[0], text)  # 10{,}080, 10\,080
+    text = re.sub(r"\\[!]", "", text)
+    text = re.sub(r"\\[,;: ]|~", " ", text)
+    text = _COLOR.sub("", text)
+    text = re.sub(r"\\d?frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
+    text = _COMMAND.sub(lambda m: _rename(m), text)
+    text = _mark_text(text)
+    text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)", r"\\degree ", text)
+    text = re.sub(r"\^\s*\{\s*('(?:\s*')*)\s*\}|\^\s*('+)", lambda m: (m.group(1) or m.group(2)).replace(" ", ""), text)
+    text = _DERIVATIVE.sub(lambda m: m.group(2) + "'" * int(m.group(1) or 1) + (m.group(3) or ""), text)
+    text = re.sub(r"\\sqrt\s+(\d+)", r"\\sqrt{\1}", text) if "\u221a" in raw else text
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def clean_lines(text: str) -> str:
+    """Running text in ASCII, line by line: without invisible characters, emphasis, dollar signs and thin spaces."""
+    text = "\n".join(_ascii(line) for line in text.split("\n"))
+    text = re.sub(r"\{,\}|,\\!", ",", text)
+    return re.sub(r"\\?\$|\*\*|\\[,;!]", "", text)
+
+
+def _rename(match: re.Match) -> str:
+    new = _RENAMED.get(match.group(1))
+    return match.group() if new is None else new + " " * (new[:1] == "\\" and new[1:].isalpha())
+
+
+def _ascii(raw: str) -> str:
+    text = _SUPERSCRIPT_RUN.sub(lambda m: "^{" + m.group().translate(_SUPERSCRIPTS) + "}", raw)
+    text = _SUBSCRIPT_RUN.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m.group()) + "}", text)
+    out = []
+    for char in text:
+        if char < "\x7f":
+            out.append(char if char >= " " else " " if char in "\t\n\r" else "")
+        elif char in _UNICODE:
+            out.append(_UNICODE[char])
+        else:
+            out.append(_plain(char))
+    return "".join(out)
+
+
+def _plain(char: str) -> str:
+    """ASCII for one character: vulgar fractions, full-width and mathematical digits and letters, Greek; invisible ones vanish."""
+    if unicodedata.category(char) in ("Cf", "Cc", "Mn"):
+        return ""
+    name = unicodedata.name(char, "")
+    plain = unicodedata.normalize("NFKC", char)
+    if name.startswith("VULGAR FRACTION") and "\u2044" in plain:
+        top, bottom = plain.split("\u2044")
+        return f"\\frac{{{top}}}{{{bottom}}}"
+    if name.startswith("GREEK SMALL LETTER ") or name.startswith("GREEK CAPITAL LETTER "):
+        letter = name.split()[3].lower().replace("lamda", "lambda")
+        return "\\" + (letter.capitalize() if "CAPITAL" in name else letter) + " "
+    return " " if plain.isspace() else "".join(_UNICODE.get(c, c) for c in plain)
+
+
+def _mark_text(text: str) -> str:
+    """Turns (nested) text groups into one marked run each."""
+    for _ in range(200):
+        text, count = _TEXT_GROUP.subn(lambda m: f"{TEXT_OPEN}{m.group(1)}{TEXT_CLOSE}", text)
+        if not count:
+            break
+        while True:
+            text, merged = _INNER_GROUP.subn(lambda m: f"{TEXT_OPEN}{m.group(1)}{m.group(2)}", text)
+            if not merged:
+                break
+    text = re.sub(rf"{TEXT_OPEN}\s*([ied])\s*{TEXT_CLOSE}", r"\1", text)  # upright constants
+    return re.sub(rf"{TEXT_CLOSE}\s*{TEXT_OPEN}", " ", text)
+
+
+def unmarked(text: str) -> str:
+    """Clean text with the marks of prose taken off: words become runs of letters."""
+    return text.replace(TEXT_OPEN, " ").replace(TEXT_CLOSE, " ").strip()
+
+
+def canonical(text: str) -> str:
+    """Clean text without white space, marks and the braces around single characters; equal means surely the same."""
+    text = re.sub(rf"[\s{TEXT_OPEN}{TEXT_CLOSE}]", "", text)
+    return re.sub(r"\{([^{}\\])\}", r"\1", text)

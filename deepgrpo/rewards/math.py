@@ -1,0 +1,91 @@
+"""The grader of boxed answers: MATH, AIME24, AMC, Minerva, OlympiadBench.
+
+The last box of the response counts; boxes joined to it by commas or "and" make a list with it. The boxed answer is compared by
+type and value (see `compare`); notation that our own parser doesn't know is left to math-verify. All sources are exact but
+Minerva, whose keys are measured numbers: they match within half a unit of their last written digit.
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Sequence
+
+from deepgrpo.rewards import compare, latex
+from deepgrpo.rewards.answer import Answer, own_words
+from deepgrpo.rewards.expression import TooComplex
+from deepgrpo.types import Grade
+
+MEASURED = frozenset({"Minerva"})  # sources whose keys are measured numbers
+MAX_FALLBACK = 300  # characters that math-verify may see
+_OPEN_ENDED = re.compile(r"\\(?:sum|prod|int|iint|oint|lim)(?![A-Za-z])")
+_HUGE = re.compile(r"\d{40}|\^\s*\{?\s*[-+]?\d{4}|\^[^+\-=,]*\^[^+\-=,]*\^|\*\*.*\*\*|\d{4}\s*\)?\s*!")
+_LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+
+
+def grade(answer: Answer) -> Grade:
+    """1 if the last box of the response says the same as one of the keys, else 0; no verdict where the row has no usable key."""
+    boxes = latex.last_boxes(own_words(answer.response))
+    text = ",".join(boxes or ()).strip()
+    if not text.strip(", "):
+        return Grade(0.0, False, "unformatted")
+    keys = usable_keys(answer.ground_truth)
+    if not keys:
+        return Grade(None, True, "bad_key", text[:200])
+    rules = compare.Rules(
+        measured=answer.data_source in MEASURED,
+        free_constant=bool(re.search(r"differential|general solution|integral|constant|\\int|\by'", answer.question)),
+        bases=bool(re.search(r"\bbase\b|binary|octal|hexadecimal", answer.question)),
+        fallback=by_math_verify,
+    )
+    if sum(map(len, boxes)) > latex.MAX_RAW:
+        return Grade(0.0, True, "too_long", text[:200])
+    return Grade(*_verdict(text, tuple(boxes), tuple(keys), rules), text[:200])
+
+
+@functools.lru_cache(maxsize=4096)  # the rollouts of a prompt repeat their answers
+def _verdict(text: str, boxes: tuple[str, ...], keys: tuple[str, ...], rules: compare.Rules) -> tuple[float, bool, str]:
+    reason = "wrong"
+    for key in keys:
+        try:
+            if compare.same(key, text if len(boxes) > 1 else boxes[0], rules):
+                return 1.0, True, "right"
+        except TooComplex:
+            reason = "too_complex"
+    return 0.0, True, reason
+
+
+def usable_keys(ground_truth: str | float | Sequence[str]) -> list[str]:
+    """The accepted answers of a row, without empty ones and the word None, which a broken extraction leaves behind."""
+    keys = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    texts = [str(key).strip() for key in keys]
+    boxed = [latex.last_boxes(text) if "\\boxed" in text else None for text in texts]
+    texts = [box[-1].strip() if box else text for text, box in zip(texts, boxed, strict=True)]
+    return [text for text in texts if text and text != "None"]
+
+
+def by_math_verify(key: str, answer: str) -> bool:
+    """Whether math-verify takes two pieces of LaTeX for equal. Only for notation that `expression` doesn't know.
+
+    It runs bounded: short text, the same variables on both sides, no sums, integrals, towers or huge numbers that its algebra
+    could get lost in. What is left is the deadline's business; its own alarms, which need a main thread, are off.
+    """
+    if len(answer) > MAX_FALLBACK or answer.count("{") > 40 or set(_LETTERS.findall(key)) != set(_LETTERS.findall(answer)):
+        return False
+    if _HUGE.search(answer) or set(_OPEN_ENDED.findall(answer)) - set(_OPEN_ENDED.findall(key)):
+        return False
+    verify = math_verify()
+    config = [verify.LatexExtractionConfig(boxed_match_priority=0), verify.ExprExtractionConfig()]
+    left, right = (
+        verify.parse(f"${text}$", config, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None)
+        for text in (key, answer)
+    )
+    return bool(left) and bool(right) and verify.verify(left, right, timeout_seconds=None)
+
+
+@functools.cache
+def math_verify():
+    """math-verify, imported when first wanted: it brings sympy, which takes a second. Workers call this before they are ready."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    return math_verify

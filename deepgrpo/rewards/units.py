@@ -1,0 +1,101 @@
+"""Units of measure, money and percent at the end (or, for money, at the start) of an answer."""
+
+import dataclasses
+import re
+
+from deepgrpo.rewards.latex import TEXT_CLOSE, TEXT_OPEN
+
+_SPELLINGS = {
+    "inch": "inch inches in",
+    "foot": "foot feet ft",
+    "yard": "yard yards yd",
+    "mile": "mile miles mi",
+    "millimeter": "millimeter millimeters millimetre millimetres mm",
+    "centimeter": "centimeter centimeters centimetre centimetres cm",
+    "meter": "meter meters metre metres m",
+    "kilometer": "kilometer kilometers kilometre kilometres km",
+    "gram": "gram grams g",
+    "kilogram": "kilogram kilograms kg",
+    "pound": "pound pounds lb lbs",
+    "ounce": "ounce ounces oz",
+    "second": "second seconds sec secs s",
+    "minute": "minute minutes min mins",
+    "hour": "hour hours hr hrs h",
+    "day": "day days",
+    "week": "week weeks",
+    "month": "month months",
+    "year": "year years yr yrs",
+    "dollar": "dollar dollars usd",
+    "cent": "cent cents",
+    "degree": "degree degrees deg",
+    "celsius": "celsius c",
+    "fahrenheit": "fahrenheit f",
+    "kelvin": "kelvin k",
+    "liter": "liter liters litre litres l",
+    "milliliter": "milliliter milliliters ml",
+    "hertz": "hertz hz",
+    "angstrom": "angstrom angstroms",
+    "percent": "percent",
+    "mph": "mph",
+    **{name.lower(): name.lower() for name in "kHz MHz GHz eV keV MeV nm pc kpc Mpc mol rad arcsec steradians".split()},
+}
+_NAMES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
+_WORDS = "|".join(sorted((s for s in (*_NAMES, *_SCALES) if len(s) > 3), key=len, reverse=True))
+# Unmarked letters after a number are a unit only if they are a word or a known abbreviation of two letters or more.
+_ABBREVIATIONS = "cm|mm|km|kg|ft|Hz|kHz|MHz|GHz|eV|keV|MeV|nm|pc|kpc"
+_PLAIN_UNIT = re.compile(rf"(?<=[\d}}) ])((?i:(?:square |cubic )?(?:{_WORDS})\b)|(?:{_ABBREVIATIONS})\b)")
+_PLAIN_WORDS = re.compile(r"^(\\?\$?-?[\d.,/ ]*\d)\s+([A-Za-z][A-Za-z ]{2,})$")
+_TRAILING = re.compile(
+    rf"^(?P<body>.*[^\s,])[\s,]*{TEXT_OPEN}(?P<unit>[^{TEXT_CLOSE}]*){TEXT_CLOSE}\s*(?:\^\s*\{{?\s*(?P<power>\d)\s*\}}?)?$",
+    re.DOTALL,
+)
+_DEGREE = re.compile(rf"^(?P<body>.*\S)\s*\\degree\s*{TEXT_OPEN}?\s*(?P<scale>[CFK]?)\s*{TEXT_CLOSE}?$", re.DOTALL)
+_CLAUSE = re.compile(rf"{TEXT_OPEN}\s*(?:for|where|with|if|when|whenever|such that)\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """An answer taken apart. `unit` is None if there is none or it isn't known; unknown words are ignored, not compared."""
+
+    body: str
+    unit: tuple[str, ...] | None = None
+    percent: bool = False
+    scale: int = 1
+
+
+def quantity(text: str) -> Quantity:
+    """Splits clean text into its number or expression and what it is measured in."""
+    text = re.split(_CLAUSE, text)[0].strip() or text
+    if TEXT_OPEN not in text:
+        mark = rf"{TEXT_OPEN}\1{TEXT_CLOSE}"
+        text = _PLAIN_WORDS.sub(rf"\1 {TEXT_OPEN}\2{TEXT_CLOSE}", _PLAIN_UNIT.sub(mark, text))
+    unit: tuple[str, ...] | None = None
+    if money := re.match(r"(-?)\s*\\\$\s*(-?)", text):
+        text, unit = money.group(1) + money.group(2) + text[money.end() :], ("dollar",)
+    scale = 1
+    for _ in range(3):  # \text{square }\text{inches}, 5 million dollars
+        if match := _DEGREE.match(text):
+            text, unit = match["body"], ({"C": "celsius", "F": "fahrenheit", "K": "kelvin"}.get(match["scale"], "degree"),)
+        elif match := _TRAILING.match(text):
+            words = [word for word in re.findall(r"[a-z]+", match["unit"].lower())]
+            for word in words:
+                scale *= _SCALES.get(word, 1)
+            text, unit = match["body"], _canonical(words, match["power"]) or unit
+        else:
+            break
+    text = re.sub(r"(?<=[\d}])'{1,2}$", "", text)  # minutes and seconds of arc
+    percent = re.fullmatch(r"(.*[^\s\\])\s*\\?%", text, re.DOTALL)
+    percent_word = unit == ("percent",)
+    return Quantity(percent.group(1) if percent else text, None if percent_word else unit, bool(percent) or percent_word, scale)
+
+
+def _canonical(words: list[str], power: str | None) -> tuple[str, ...] | None:
+    """Known unit words in a canonical order of their own, or None if one of them isn't known."""
+    words = [word for word in words if word not in _SCALES]
+    power = power or next((_POWERS[word] for word in words if word in _POWERS), None)
+    names = [_NAMES.get(word, "per" if word in ("per", "a", "an") else "") for word in words if word not in _POWERS]
+    if not names or not all(names):
+        return None
+    return (*names, power) if power else tuple(names)

@@ -221,7 +221,7 @@ def _received(connection: Connection) -> bytes | None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU seconds that a process has used; infinite where the system doesn't say, so that an overrun is the answer's own doing."""
+    """CPU seconds that a process has used; infinite where the system doesn't say: an overrun is then the answer's own doing."""
     try:
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

@@ -1,8 +1,8 @@
 """A grading worker: a process of its own that answers one message at a time. Started by `service`, never by hand.
 
 It is a plain subprocess, not a multiprocessing child: it imports neither the trainer's main module nor JAX. Messages are JSON in
-frames. The worker limits its memory and its CPU seconds an answer (a Python-level runaway becomes the verdict "timeout" here, without
-a kill), and dies with its parent.
+frames. The worker limits its memory and its CPU seconds an answer (a Python-level runaway becomes the verdict "timeout" here,
+without a kill), and dies with its parent.
 """
 
 import ctypes

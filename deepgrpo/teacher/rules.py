@@ -39,17 +39,14 @@ def correct_arithmetic(question: str, student: str, locked: str) -> str | None:
 
 def _keep_spacing(written: str, right: str) -> tuple[str, bool]:
     """Returns `right`, spaced like `written` as far as they agree otherwise, and whether they agree to the end."""
-    spaced, position = "", 0
-    for symbol in right.replace(" ", ""):
-        gap = len(written[position:]) - len(written[position:].lstrip(" "))
-        if written[position + gap : position + gap + 1] != symbol:
-            break
-        spaced, position = spaced + written[position : position + gap + 1], position + gap + 1
-    else:
-        return (written, True) if not written[position:].strip() else (right, False)
-    done = len(spaced.replace(" ", ""))
-    rest = right.replace(" ", "")[done:]
-    return (spaced + written[position : position + gap] + rest if done else right), False
+    position = 0
+    for token in re.finditer(r"\d+|\S", right):
+        found = re.compile(r" *(\d+|\S)").match(written, position)
+        if found is None or found[1] != token[0]:
+            gap = found.start(1) if found else position
+            return (written[:gap] + right[token.start() :] if position else right), False
+        position = found.end()
+    return (written, True) if not written[position:].strip() else (right, False)
 
 
 def solutions_rule(path: str) -> Correct:

@@ -17,7 +17,6 @@ import numpy as np
 from deepgrpo.types import Ids, as_ids
 
 BROKEN = "\ufffd"  # what bytes that are no UTF-8 decode to
-NOTHING = as_ids([])
 
 
 class Codec:
@@ -59,6 +58,10 @@ class Limits:
     min_remaining_tokens: int = 32
 
 
+def _no_ids() -> Ids:
+    return as_ids([])
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Splice:
     """An accepted cut (`reason` is "") or why there is none.
@@ -71,10 +74,10 @@ class Splice:
     """
 
     reason: str
-    prefix_ids: Ids = NOTHING
-    suffix_ids: Ids = NOTHING
+    prefix_ids: Ids = dataclasses.field(default_factory=_no_ids)
+    suffix_ids: Ids = dataclasses.field(default_factory=_no_ids)
     body_len: int = 0
-    failed_suffix_ids: Ids = NOTHING
+    failed_suffix_ids: Ids = dataclasses.field(default_factory=_no_ids)
     match_tokens: int = 0
     match_text_tokens: int = -1
 

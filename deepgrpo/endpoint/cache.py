@@ -1,0 +1,171 @@
+"""Every reply an endpoint gave, on disk, so that a run can be repeated without the endpoint.
+
+`replies.jsonl`: one JSON object a line, appended only. A reply's key is a hash of what was asked (the request's body and which
+attempt it was), never of when: two equal requests of a run share one reply, so that a replay cannot mix them up whatever its
+timing.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+FILE = "replies.jsonl"
+
+
+class ReplayMiss(LookupError):
+    """A replayed run asked something that the recorded run did not."""
+
+
+class _Place(NamedTuple):
+    index: int  # position among the file's records
+    offset: int  # in bytes
+
+
+def request_key(request: Mapping[str, Any], attempt: int) -> str:
+    """Returns 32 hex digits that depend on the request's content and its attempt ordinal alone."""
+    canonical = json.dumps([request, attempt], sort_keys=True, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+
+class _Log:
+    """An append-only JSONL file and, in memory, where each key's record starts (replies themselves stay on disk)."""
+
+    def __init__(self, path: pathlib.Path, writable: bool):
+        self.path = path
+        self.places: dict[str, _Place] = {}
+        self._file = open(path, "a+b" if writable else "rb")  # noqa: SIM115  owned by the cache, closed by it
+        self._end = 0
+        self._scan(writable)
+
+    def _scan(self, writable: bool) -> None:
+        self._file.seek(0)
+        for number, line in enumerate(self._file, start=1):
+            if not line.endswith(b"\n"):  # the process died while it wrote this line: the reply was never used
+                if writable:
+                    self._file.truncate(self._end)
+                break
+            self.places[self._key(line, number)] = _Place(len(self.places), self._end)
+            self._end += len(line)
+
+    def _key(self, line: bytes, number: int) -> str:
+        try:
+            record = json.loads(line)
+            return record["key"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{self.path}:{number}: not a reply record ({error}); move the file away to start afresh") from error
+
+    def read(self, key: str) -> dict[str, Any]:
+        self._file.seek(self.places[key].offset)
+        return json.loads(self._file.readline())
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        # Lone surrogates, which a reply's JSON may hold, have no UTF-8: backslashreplace writes them as JSON's own escapes.
+        line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(line)
+        self._file.flush()  # to the operating system: survives the process; `ReplyCache.sync` survives the machine
+        self.places[record["key"]] = _Place(len(self.places), self._end)
+        self._end += len(line)
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ReplyCache:
+    """The replies of one run, optionally on top of an earlier run's. Used by one thread at a time.
+
+    A reply is *charged* when the run first uses it. A resumed run finds replies on disk that the lost steps had paid for: they
+    are charged again when they are used again, so that the totals equal the uninterrupted run's.
+    """
+
+    def __init__(self, folder: str | os.PathLike, replay: str | os.PathLike = ""):
+        """Opens (or starts) the cache in `folder`.
+
+        Args:
+          replay: folder of an earlier run's cache; "" for none. With it, `find` raises for what neither folder holds.
+
+        Raises:
+          ValueError: a record other than a torn last line cannot be read; names file and line.
+          FileNotFoundError: `replay` holds no cache.
+        """
+        folder = pathlib.Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._source = None
+        if replay:
+            path = pathlib.Path(replay) / FILE
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"no recorded replies to replay: {path} is absent (teacher.replay names a run's teacher folder)"
+                )
+            self._source = _Log(path, writable=False)
+        self._log = _Log(folder / FILE, writable=True)
+        self._charged: set[str] = set()
+
+    @property
+    def entries(self) -> int:
+        """Replies recorded in this run's folder."""
+        return len(self._log.places)
+
+    def charged(self, key: str) -> bool:
+        """Whether this run has used (and accounted for) the reply before."""
+        return key in self._charged
+
+    def find(self, request: Mapping[str, Any], attempt: int) -> dict[str, Any] | None:
+        """Returns the recorded payload and marks it as charged, or None when it has to be asked.
+
+        Raises:
+          ReplayMiss: replaying, and the earlier run never asked this.
+        """
+        key = request_key(request, attempt)
+        if key not in self._log.places:
+            if self._source is None:
+                return None
+            if key not in self._source.places:
+                raise ReplayMiss(self._miss(key, request, attempt))
+            self._log.append(self._source.read(key))  # a replayed run's folder is complete in itself
+        self._charged.add(key)
+        return self._log.read(key)["payload"]
+
+    def add(self, request: Mapping[str, Any], attempt: int, payload: Mapping[str, Any]) -> None:
+        """Records a reply just received (JSON-serialisable `payload`), charged."""
+        key = request_key(request, attempt)
+        self._log.append({"key": key, "attempt": attempt, "request": request, "payload": payload})
+        self._charged.add(key)
+
+    def state(self) -> dict[str, int]:
+        """Makes what was recorded durable and returns what `restore` needs."""
+        self._log.sync()
+        return {"entries": self.entries}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Replies recorded after `state` was taken count as not yet charged.
+
+        Raises:
+          ValueError: the folder holds fewer replies than the checkpoint knew.
+        """
+        if self.entries < state["entries"]:
+            raise ValueError(
+                f"{self._log.path} holds {self.entries} replies, the checkpoint knew {state['entries']}: put the file back, or "
+                "resume with teacher.cache=False"
+            )
+        self._charged = {key for key, place in self._log.places.items() if place.index < state["entries"]}
+
+    def close(self) -> None:
+        for log in (self._log, self._source):
+            if log is not None:
+                log.close()
+
+    def _miss(self, key: str, request: Mapping[str, Any], attempt: int) -> str:
+        text = request["messages"][-1]["content"] if request.get("messages") else ""
+        return (
+            f"replay from {self._source.path}: request {key} (attempt {attempt}, temperature {request.get('temperature')}) was "
+            f"never recorded; its prompt ends in {text[-160:]!r}. A replay needs the recorded run's config and seed, and "
+            "teacher.synchronous"
+        )

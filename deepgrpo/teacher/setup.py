@@ -1,0 +1,75 @@
+"""Puts the teacher together from the configuration: endpoint (or oracle), client, annotator, worker."""
+
+import contextlib
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import ml_collections
+
+from deepgrpo.curriculum.base import Curriculum
+from deepgrpo.endpoint.cache import ReplyCache
+from deepgrpo.endpoint.client import Client, extra_body
+from deepgrpo.rewards.grade import leaks_answer
+from deepgrpo.teacher import oracle
+from deepgrpo.teacher.annotate import Annotator, Grader
+from deepgrpo.teacher.splice import Codec, Limits
+from deepgrpo.teacher.worker import TeacherWorker
+
+CLIENT_KEYS = (
+    *("api_key_env", "temperatures", "attempts_per_temperature", "timeout", "deadline", "max_tokens", "max_concurrent"),
+    *("token_budget", "money_budget", "prompt_price", "completion_price", "breaker_failures", "breaker_seconds"),
+)
+
+
+def open_teacher(
+    config: ml_collections.ConfigDict,
+    stack: contextlib.ExitStack,
+    *,
+    curriculum: Curriculum,
+    grader: Grader,
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    folder: pathlib.Path,
+) -> TeacherWorker:
+    """Returns the worker, not yet started; what it needs is closed with `stack`.
+
+    Args:
+      config: the whole configuration. tokenizer: an instance that nothing else uses. folder: of the replies' cache.
+    """
+    teacher = config.teacher
+    base_url, model = teacher.base_url, teacher.model
+    if base_url == "oracle":  # also when replaying, where nobody asks it: a request's key must stay the same
+        served = stack.enter_context(oracle.Oracle(teacher.oracle, solutions=teacher.oracle_solutions))
+        base_url, model = served.base_url, oracle.MODEL
+    cache = (
+        stack.enter_context(contextlib.closing(ReplyCache(folder, teacher.replay))) if teacher.cache or teacher.replay else None
+    )
+    client = Client(
+        base_url=base_url,
+        model=model,
+        extra_body=extra_body(teacher.enable_thinking),
+        cache=cache,
+        strict_reference=config.strict_reference,
+        seed=config.seed,
+        **{key: teacher[key] for key in CLIENT_KEYS},
+    )
+    annotator = Annotator(
+        client=client,
+        grader=grader,
+        codec=Codec(tokenizer),
+        leaks=leaks_answer,
+        limits=Limits(
+            min_prefix_match_tokens=teacher.min_prefix_match_tokens,
+            min_prefix_match_ratio=teacher.min_prefix_match_ratio,
+            min_suffix_len=teacher.min_suffix_len,
+            max_model_len=config.rollout.max_model_len,
+            min_remaining_tokens=config.curriculum.min_remaining_tokens,
+        ),
+        threshold=config.rewards.threshold,
+        stop_ids=stop_ids,
+        splice=teacher.splice,
+        deadline=teacher.deadline,
+        strict_reference=config.strict_reference,
+    )
+    return TeacherWorker(curriculum, annotator, max_concurrent=teacher.max_concurrent, synchronous=teacher.synchronous)

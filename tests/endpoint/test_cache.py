@@ -1,0 +1,94 @@
+"""Replies on disk: content decides the key, a torn line is dropped, a replay never opens a socket, totals survive a resume."""
+
+import asyncio
+
+import pytest
+
+from deepgrpo.endpoint.cache import FILE, ReplayMiss, ReplyCache, request_key
+from tests.endpoint.scripted import Scripted, completion, ok, run
+
+REQUEST = {"model": "m", "messages": [{"role": "user", "content": "q"}], "temperature": 0.3}
+
+
+def ask_all(client, prompts):
+    return run(*(lambda p=p: client.ask(p, ok) for p in prompts))
+
+
+def logical(client):
+    """Metrics that may not depend on where a reply came from."""
+    return {k: v for k, v in client.metrics().items() if "/http_" not in k}
+
+
+def test_key_is_the_content():
+    assert request_key(REQUEST, 0) == request_key(dict(reversed(REQUEST.items())), 0)
+    assert len({request_key(REQUEST, 0), request_key(REQUEST, 1), request_key(REQUEST | {"temperature": 0.7}, 0)}) == 3
+
+
+def test_torn_last_line_is_dropped_and_another_broken_one_named(tmp_path):
+    cache = ReplyCache(tmp_path)
+    cache.add(REQUEST, 0, {"text": "eins \ud83d\u2028"})
+    cache.add(REQUEST, 1, {"text": "zwei"})
+    cache.close()
+    file = tmp_path / FILE
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-5])
+    cache = ReplyCache(tmp_path)
+    assert cache.find(REQUEST, 0) == {"text": "eins \ud83d\u2028"} and cache.find(REQUEST, 1) is None
+    cache.add(REQUEST, 1, {"text": "drei"})
+    cache.close()
+    assert ReplyCache(tmp_path).find(REQUEST, 1) == {"text": "drei"}
+    file.write_bytes(b"junk\n" + whole)
+    with pytest.raises(ValueError, match=f"{FILE}:1"):
+        ReplyCache(tmp_path)
+
+
+def test_replay_sends_nothing_and_gives_the_same_replies(tmp_path):
+    prompts = ["a", "b", "a", "c", "a"]  # equal requests share one reply, whichever comes first
+    live = Scripted([completion("bad"), *(completion(f"ok{i}") for i in range(9))])
+    first = live.client(cache=ReplyCache(tmp_path / "first"))
+    replies = ask_all(first, prompts)
+    assert replies[0] == replies[2] == replies[4] and len(live.requests) == 4 and logical(first)["teacher/cache_hits"] >= 2
+
+    dead = Scripted([AssertionError("a replay must not send")])
+    second = dead.client(cache=ReplyCache(tmp_path / "second", replay=tmp_path / "first"))
+    assert ask_all(second, prompts[::-1]) == replies[::-1]
+    assert logical(second) == logical(first) and not dead.requests
+    [miss] = ask_all(second, ["never asked"])
+    assert isinstance(miss, ReplayMiss) and "never asked" in str(miss) and not dead.requests
+
+    third = dead.client(cache=ReplyCache(tmp_path / "third", replay=tmp_path / "second"))
+    assert ask_all(third, prompts) == replies, "a replayed run's folder is complete in itself"
+    with pytest.raises(FileNotFoundError, match="absent"):
+        ReplyCache(tmp_path / "fourth", replay=tmp_path / "nowhere")
+
+
+def test_totals_of_a_resumed_run_equal_the_uninterrupted_ones(tmp_path):
+    live = Scripted([completion("ok")])
+    client = live.client(cache=ReplyCache(tmp_path))
+    ask_all(client, ["a", "b"])
+    checkpoint = client.state()
+    ask_all(client, ["c", "a", "d"])  # lost by a crash; their replies are on disk
+    uninterrupted = logical(client)
+
+    live.replies = [AssertionError("already paid for")]
+    resumed = live.client(cache=ReplyCache(tmp_path))
+    resumed.restore(checkpoint)
+    ask_all(resumed, ["c", "a", "d"])
+    assert {k: v for k, v in logical(resumed).items() if "latency" not in k} == {
+        k: v for k, v in uninterrupted.items() if "latency" not in k
+    }
+    with pytest.raises(ValueError, match="teacher.cache=False"):
+        live.client(cache=ReplyCache(tmp_path / "other")).restore(checkpoint)
+
+
+def test_a_failed_leader_lets_its_followers_ask(tmp_path):
+    from deepgrpo.endpoint.errors import Refused
+
+    live = Scripted([Refused("refused", "no"), completion("ok")])
+    client = live.client(cache=ReplyCache(tmp_path))
+
+    async def main():
+        return await asyncio.gather(*(client.ask("q", ok) for _ in range(3)), return_exceptions=True)
+
+    results = asyncio.run(main())
+    assert isinstance(results[0], Refused) and [r.parsed for r in results[1:]] == ["OK", "OK"] and len(live.requests) == 2

@@ -1,18 +1,21 @@
 """Metrics of a run: `<run>/metrics.jsonl`, one line a step, and TensorBoard beside it.
 
 Opening the file again after a crash drops a torn last line and every line past the resumed step, so that in the end it holds what
-an uninterrupted run would have written, but for `timing_s/*` and `perf/*`.
+an uninterrupted run would have written, but for clocks and the counters of a process (`reproducible` leaves them out).
 """
 
 import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 FILE = "metrics.jsonl"
-CLOCK_PREFIXES = ("timing_s/", "perf/")  # what two runs of the same computation may differ in
+OF_THE_PROCESS = re.compile(
+    r"^(timing_s|perf|engine)/|/(http|latency)_"
+)  # clocks, and counters that start anew with each process
 
 
 class Metrics:
@@ -88,9 +91,9 @@ def read(path: str | pathlib.Path) -> list[dict[str, float]]:
     return [{k: float(v) if isinstance(v, str) else v for k, v in json.loads(line).items()} for line in lines]
 
 
-def without_clock(record: Mapping[str, float]) -> dict[str, float]:
-    """The part of a record that a repeated or resumed run reproduces."""
-    return {key: value for key, value in record.items() if not key.startswith(CLOCK_PREFIXES)}
+def reproducible(record: Mapping[str, float]) -> dict[str, float]:
+    """The part of a record that a repeated or resumed run gives again, bit for bit."""
+    return {key: value for key, value in record.items() if not OF_THE_PROCESS.search(key)}
 
 
 def truncate_after(path: pathlib.Path, step: int) -> int:

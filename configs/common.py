@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.remat = "full"  # activation recomputation a layer: none | dots | full
 
     config.data = section()
-    config.data.train = ()  # training files or folders: "NAME:PATH" (NAME picks the reader: data/dataset.py) or a generator's name
+    config.data.train = ()  # files or folders: "NAME:PATH" (NAME picks the reader: data/dataset.py), or a generator's name
     config.data.validation = ()  # validation files, likewise
     config.data.origin = ""  # how to get the files, said when they are missing
     config.data.batch_size = 128  # dataset prompts a step
@@ -71,6 +71,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.teacher = section()
     config.teacher.enabled = True  # False: no teacher, no new states
     config.teacher.base_url = "http://127.0.0.1:8001/v1"  # OpenAI-compatible endpoint; "oracle": serve the rule-based one
+    config.teacher.oracle = "carry_chain"  # with base_url="oracle", its rule: carry_chain | arithmetic | solutions
+    config.teacher.oracle_solutions = ""  # for the rule solutions: JSONL file of question and answer
     config.teacher.model = "Qwen/Qwen3.5-27B-GPTQ-Int4"  # served model name
     config.teacher.api_key_env = "OPENAI_API_KEY"  # environment variable that holds the key
     config.teacher.enable_thinking = "false"  # chat_template_kwargs.enable_thinking: true | false | unset (nothing is sent)
@@ -79,6 +81,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.teacher.timeout = 1800.0  # seconds a request
     config.teacher.deadline = 3600.0  # seconds a correction, retries and waiting included
     config.teacher.max_tokens = 0  # reply limit; 0: none is sent (the reference)
+    config.teacher.stop_timeout = 30.0  # seconds that running corrections get at the end; what is left goes back to the pool
     config.teacher.max_concurrent = 32  # corrections in flight
     config.teacher.synchronous = False  # True: each step waits for its failures' corrections (deterministic)
     config.teacher.splice = "text"  # where student and teacher part: text (characters decide) | tokens (the reference)

@@ -22,6 +22,7 @@ CHOICES = {
     "curriculum.injection_mode": ("add", "replace"),
     "curriculum.failures": ("all", "longest_prefix"),
     "teacher.enable_thinking": ("true", "false", "unset"),
+    "teacher.oracle": ("carry_chain", "arithmetic", "solutions"),
     "teacher.splice": ("text", "tokens"),
     "objective.advantage": ("group_mean", "grpo_std"),
     "objective.kl_type": ("low_var_kl", "kl", "abs", "mse"),
@@ -59,6 +60,7 @@ RANGES = {  # key: interval of its value or of each element
     "teacher.timeout": "(0, inf)",
     "teacher.deadline": "(0, inf)",
     "teacher.max_tokens": "[0, inf)",
+    "teacher.stop_timeout": "[0, inf)",
     "teacher.max_concurrent": "[1, inf)",
     "teacher.min_prefix_match_tokens": "[0, inf)",
     "teacher.min_prefix_match_ratio": "[0, 1]",
@@ -227,9 +229,16 @@ def teacher_rules(config: config_dict.ConfigDict) -> list[Rule]:
             f"expected http://HOST:PORT/v1 or {ORACLE}",
         ),
         (
-            ("teacher.base_url", "data.train"),
-            teacher.base_url != ORACLE or all(name.partition(":")[0] in STEP_CHECKED for name in config.data.train),
-            f"the rule-based teacher only knows {', '.join(STEP_CHECKED)}; set teacher.base_url to an endpoint",
+            ("teacher.base_url", "teacher.oracle", "data.train"),
+            teacher.base_url != ORACLE
+            or teacher.oracle == "solutions"
+            or all(name.partition(":")[0] == teacher.oracle for name in config.data.train),
+            "the rule only knows its own questions; set teacher.oracle to the data set's, or teacher.base_url to an endpoint",
+        ),
+        (
+            ("teacher.oracle", "teacher.oracle_solutions"),
+            teacher.base_url != ORACLE or (teacher.oracle == "solutions") == bool(teacher.oracle_solutions),
+            "the rule solutions needs its file of questions and answers, the others take none",
         ),
         (("teacher.temperatures",), bool(teacher.temperatures), "expected at least one temperature"),
         (

@@ -101,6 +101,9 @@ def data_problems(config: config_dict.ConfigDict) -> list[Problem]:
             reader, _, path = name.partition(":")
             if reader not in GENERATED and not pathlib.Path(path).exists():
                 absent.append(f"{path or name} ({key})")
+    solutions = config.teacher.oracle_solutions
+    if solutions and not pathlib.Path(solutions).is_file():
+        absent.append(f"{solutions} (teacher.oracle_solutions)")
     if not absent:
         return []
     get = config.data.origin or "put the files there, or point --config.data.train and --config.data.validation at yours"

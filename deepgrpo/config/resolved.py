@@ -23,9 +23,9 @@ PACKAGES = (
 HARMLESS = (
     *("run_dir", "requires_accelerator", "model.origin", "data.origin", "data.validation", "data.validation_limit"),
     *("train.epochs", "train.steps", "train.student_tokens", "rewards.workers", "rewards.deadline"),
-    *("teacher.base_url", "teacher.api_key_env", "teacher.timeout", "teacher.deadline", "teacher.max_concurrent"),
-    *("teacher.cache", "teacher.replay", "teacher.token_budget", "teacher.money_budget", "teacher.prompt_price"),
-    *("teacher.completion_price", "teacher.breaker_failures", "teacher.breaker_seconds"),
+    *("teacher.base_url", "teacher.api_key_env", "teacher.timeout", "teacher.deadline", "teacher.stop_timeout"),
+    *("teacher.max_concurrent", "teacher.cache", "teacher.replay", "teacher.token_budget", "teacher.money_budget"),
+    *("teacher.prompt_price", "teacher.completion_price", "teacher.breaker_failures", "teacher.breaker_seconds"),
     *("validation.", "checkpoint.", "telemetry."),
 )
 LENGTH = ("train.epochs", "train.steps")  # not harmless when the learning rate depends on the run's length

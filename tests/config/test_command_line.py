@@ -159,7 +159,10 @@ def test_help_lists_every_key():
         (["--config.data.max_prompt_length=1000"], ["data.max_prompt_length = 1000", "curriculum.min_remaining_tokens = 32"]),
         (["--config.optim.mini_batch_prompts=256"], ["optim.mini_batch_prompts = 256", "data.batch_size = 128"]),
         (["--config.curriculum.failures=longest_prefix", "--config.data.train=gsm8k:x"], ["longest_prefix", "steps"]),
-        (["--config.teacher.base_url=oracle", "--config.data.train=gsm8k:x"], ["teacher.base_url", "rule-based"]),
+        (
+            ["--config.teacher.base_url=oracle", "--config.data.train=gsm8k:x"],
+            ["teacher.base_url", "teacher.oracle", "its own questions"],
+        ),
         (["--config.teacher.replay=/nowhere"], ["teacher.replay", "does not exist"]),
         (["--config.teacher.deadline=1"], ["teacher.deadline", "teacher.timeout"]),
         (["--config.learner.mesh=2,-1,-1"], ["learner.mesh"]),

@@ -1,0 +1,28 @@
+"""The released GSM8K run: Qwen2.5-0.5B-Instruct, prefix forest, no teacher tokens (the null arm).
+
+    hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct
+    vllm serve Qwen/Qwen3.5-27B-GPTQ-Int4 --port 8001 --max-model-len 32768       (the teacher, on another GPU)
+    OPENAI_API_KEY=EMPTY python -m deepgrpo.train --config=configs/gsm8k_0p5b.py
+
+Hardware: the original used two GPUs besides the teacher's; one with 80 GB should do. Time and result: not yet run.
+"""
+
+import ml_collections
+
+from configs import common
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = common.get_config()  # whose defaults are what the released scripts have in common
+    config.name = "qwen2.5-0.5b-gsm8k-forest-null"
+    config.requires_accelerator = True
+    config.model.path = "models/Qwen2.5-0.5B-Instruct"
+    config.model.origin = "Qwen/Qwen2.5-0.5B-Instruct"
+    config.data.train = ("gsm8k:data/gsm8k_train.jsonl",)
+    config.data.validation = ("gsm8k:data/gsm8k_test.jsonl",)
+    config.data.origin = "save train.jsonl and test.jsonl of the grade-school-math repository under these names"
+    config.data.max_prompt_length = 512
+    config.rollout.max_model_len = 1024
+    config.curriculum.injection_ratio = 0.125  # 16 states on top of 128 prompts: 1152 rollouts a step
+    config.learner.buckets = (256, 512, 768, 1024)
+    return config

@@ -1,0 +1,31 @@
+"""The released MATH run: Qwen2.5-Math-1.5B, prefix forest, no teacher tokens (the null arm).
+
+    hf download Qwen/Qwen2.5-Math-1.5B --local-dir models/Qwen2.5-Math-1.5B
+    vllm serve Qwen/Qwen3.5-27B-GPTQ-Int4 --port 8001 --max-model-len 32768       (the teacher, on another GPU)
+    OPENAI_API_KEY=EMPTY python -m deepgrpo.train --config=configs/math_1p5b.py
+
+Hardware: one GPU with 80 GB besides the teacher's. Time and result: not yet run. The original reports (accuracy %, greedy):
+AIME24 23.3, AMC 54.2, MATH500 77.0, Minerva 29.0, OlympiadBench 37.0, average 44.1; before training 33.1.
+"""
+
+import ml_collections
+
+from configs import common
+
+BENCHMARKS = ("math500", "aime24", "minerva", "amc", "olympiad_bench")
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = common.get_config()  # whose defaults are what the released scripts have in common
+    config.name = "qwen2.5-math-1.5b-forest-null"
+    config.requires_accelerator = True
+    config.model.path = "models/Qwen2.5-Math-1.5B"
+    config.model.origin = "Qwen/Qwen2.5-Math-1.5B"
+    config.data.train = ("math:data/math_lvl3to5_8k_train.jsonl",)
+    config.data.validation = tuple(f"{name}:data/{name}.jsonl" for name in BENCHMARKS)
+    config.data.origin = "take math_lvl3to5_8k and the evaluation suite of the Dr. GRPO repository (understand-r1-zero)"
+    config.data.max_prompt_length = 1024
+    config.rollout.max_model_len = 4096
+    config.curriculum.injection_ratio = 0.25  # 32 states on top of 128 prompts: 1280 rollouts a step
+    config.learner.buckets = (512, 1024, 2048, 4096)
+    return config

@@ -75,7 +75,8 @@ def _match(key: Form, answer: Form, rules: Rules) -> bool:
     if isinstance(key, Items) and isinstance(answer, Items) and _match_items(key.parts, answer.parts, rules):
         return True
     if isinstance(key, Relation) or isinstance(answer, Relation):
-        return _match_relation(key, answer, rules) or _same_set(key, answer)
+        alike = isinstance(key, Relation) and isinstance(answer, Relation)  # then the variable counts, not only its range
+        return _match_relation(key, answer, rules) or (not alike and _same_set(key, answer))
     if isinstance(key, Brackets) and isinstance(answer, Brackets | Items):
         tuple_alike = isinstance(answer, Items) and not answer.braces and key.opening + key.closing == "()"
         alike = isinstance(answer, Brackets) and (key.opening, key.closing) == (answer.opening, answer.closing)
@@ -166,6 +167,8 @@ def _match_leaf(key: Value | Words | Numeral, answer: Value | Words | Numeral, r
         return True  # a word without its \text
     if k.percent == a.percent and k.scale == a.scale and canonical(left) == canonical(right) != "":
         return True
+    if k.unit in (("am",), ("pm",)):  # 4:30 p.m. is a time, not a ratio
+        return left.lstrip("0") == right.lstrip("0")
     try:
         tree = expression.parse(left)
     except ParseError:
@@ -248,7 +251,10 @@ def _match_relation(key: Form, answer: Form, rules: Rules) -> bool:
     assert isinstance(answer, Relation)
     if set(answer.operators) != {"="} or not _consistent(answer.sides):
         return False
-    return any(_match(key, parse(side), rules) for side in (answer.sides[-1], answer.sides[0]))
+    first, last = answer.sides[0], answer.sides[-1]
+    if "0" in (first, last) and not (_NAME.fullmatch(canonical(first)) or _NAME.fullmatch(canonical(last))):
+        return False  # an equation in its normal form, not the value 0
+    return any(_match(key, parse(side), rules) for side in (last, first))
 
 
 def _match_equations(key: Relation, answer: Relation, rules: Rules) -> bool:
@@ -313,7 +319,11 @@ def _same_set(key: Form, answer: Form) -> bool:
 def _real_set(form: Form) -> _RealSet | None:
     if isinstance(form, Brackets) and len(form.parts) == 2:
         low, high = (_real(part) for part in form.parts)
-        return None if low is None or high is None else _interval(low, form.opening == "[", high, form.closing == "]")
+        if low is None or high is None or low > high or (low == high and form.opening + form.closing != "[]"):
+            return None
+        if (mpmath.isinf(low) and form.opening == "[") or (mpmath.isinf(high) and form.closing == "]"):
+            return None
+        return _interval(low, form.opening == "[", high, form.closing == "]")
     if isinstance(form, Value) and canonical(form.quantity.body) in ("\\mathbbR", "\\mathbb{R}"):
         return _RealSet((), lambda x: True)
     if isinstance(form, Relation):

@@ -93,7 +93,7 @@ _PREAMBLE = re.compile(r"(?:(?:the|so|therefore|thus|hence)\s+)*(?:final\s+)?ans
 _MATRIX = re.compile(
     r"(?P<factor>.*?)\\begin\{(?P<name>[bpB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(?P<body>.*)\\end\{(?P=name)\}", re.DOTALL
 )
-_NUMERAL = re.compile(r"\(?([0-9A-Z]*\d[0-9A-Z]*)\)?_\{?\(?(?:base)?(\d+|[a-z]+)\)?\}?")
+_NUMERAL = re.compile(r"\(?(-?[0-9A-Z]*\d[0-9A-Z]*(?:\.\d+)?)\)?_\{?\(?(?:base)?(\d+|[a-z]+)\)?\}?")
 _BASES = dict(
     zip("two three four five six seven eight nine ten eleven twelve".split(), range(2, 13), strict=True),
     sixteen=16,
@@ -289,6 +289,8 @@ def _product(count: int) -> list[tuple[int, ...]]:
 def _relation(sides: list[str], operators: list[str], nesting: int) -> Form:
     if "\\in" in operators:  # membership: what it is a member of
         return parse(sides[operators.index("\\in") + 1], nesting + 1)
+    if not sides[0]:
+        sides, operators = sides[1:], operators[1:]
     rough = next((i for i, operator in enumerate(operators) if operator in _APPROXIMATE), None)
     if rough is not None:  # the exact value stands before the approximation
         sides, operators = sides[: rough + 1], operators[:rough]

@@ -101,7 +101,7 @@ _INNER_GROUP = re.compile(rf"{TEXT_OPEN}([^{TEXT_OPEN}{TEXT_CLOSE}]*){TEXT_OPEN}
 _COMMAND = re.compile(r"\\([A-Za-z]+)\s?")
 _COLOR = re.compile(r"\\(?:textcolor|color)\s*(?:\{[^{}]*\}|[a-z]+)")
 _DERIVATIVE = re.compile(
-    r"\\frac\s*\{\s*d(?:\^\{?(\d)\}?)?\s*([A-Za-z])(\([A-Za-z]\))?\s*\}\s*\{\s*d\s*[A-Za-z](?:\^\{?\d\}?)?\s*\}"
+    r"\\frac\s*\{\s*d(?:\^\{?(\d)\}?)?\s*([A-Za-z])(\([A-Za-z]\))?\s*\}\s*\{\s*d\s*([A-Za-z])(?:\^\{?\d\}?)?\s*\}"
 )
 
 
@@ -119,7 +119,7 @@ def clean(raw: str) -> str:
     text = _mark_text(text)
     text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)", r"\\degree ", text)
     text = re.sub(r"\^\s*\{\s*('(?:\s*')*)\s*\}|\^\s*('+)", lambda m: (m.group(1) or m.group(2)).replace(" ", ""), text)
-    text = _DERIVATIVE.sub(lambda m: m.group(2) + "'" * int(m.group(1) or 1) + (m.group(3) or ""), text)
+    text = _DERIVATIVE.sub(_primed, text)
     text = re.sub(r"\\sqrt\s+(\d+)", r"\\sqrt{\1}", text) if "\u221a" in raw else text
     return re.sub(r"\s+", " ", text).strip()
 
@@ -129,6 +129,12 @@ def clean_lines(text: str) -> str:
     text = "\n".join(_ascii(line) for line in text.split("\n"))
     text = re.sub(r"\{,\}|,\\!", ",", text)
     return re.sub(r"\\?\$|\*\*|\\[,;!]", "", text)
+
+
+def _primed(match: re.Match) -> str:
+    """A derivative as primes; by another variable than time or x, that variable stays."""
+    order, function, argument, variable = match.groups()
+    return function + ("" if variable in "tx" else f"_{{{variable}}}") + "'" * int(order or 1) + (argument or "")
 
 
 def _rename(match: re.Match) -> str:

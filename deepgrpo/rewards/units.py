@@ -37,6 +37,8 @@ _SPELLINGS = {
     "angstrom": "angstrom angstroms",
     "percent": "percent",
     "mph": "mph",
+    "am": "am",
+    "pm": "pm",
     **{name.lower(): name.lower() for name in "kHz MHz GHz eV keV MeV nm pc kpc Mpc mol rad arcsec steradians".split()},
 }
 _NAMES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
@@ -79,7 +81,7 @@ def quantity(text: str) -> Quantity:
         if match := _DEGREE.match(text):
             text, unit = match["body"], ({"C": "celsius", "F": "fahrenheit", "K": "kelvin"}.get(match["scale"], "degree"),)
         elif match := _TRAILING.match(text):
-            words = [word for word in re.findall(r"[a-z]+", match["unit"].lower())]
+            words = [word for word in re.findall(r"[a-z]+", match["unit"].lower().replace(".", ""))]
             for word in words:
                 scale *= _SCALES.get(word, 1)
             text, unit = match["body"], _canonical(words, match["power"]) or unit

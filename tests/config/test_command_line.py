@@ -161,7 +161,7 @@ def test_help_lists_every_key():
         (["--config.curriculum.failures=longest_prefix", "--config.data.train=gsm8k:x"], ["longest_prefix", "steps"]),
         (
             ["--config.teacher.base_url=oracle", "--config.data.train=gsm8k:x"],
-            ["teacher.base_url", "teacher.oracle", "its own questions"],
+            ["teacher.oracle", "its own questions"],
         ),
         (["--config.teacher.replay=/nowhere"], ["teacher.replay", "does not exist"]),
         (["--config.teacher.deadline=1"], ["teacher.deadline", "teacher.timeout"]),
@@ -185,6 +185,13 @@ def test_every_number_has_a_range():
     numbers = {key for key, value in flat.items() if type(value) in (int, float)}
     assert numbers - constraints.RANGES.keys() == {"rewards.threshold"}  # any number is a threshold
     assert not (constraints.RANGES.keys() | constraints.CHOICES.keys()) - flat.keys()
+
+
+def test_names_are_those_of_the_code():
+    grade = pytest.importorskip("deepgrpo.rewards.grade")
+    rules = pytest.importorskip("deepgrpo.teacher.rules")
+    assert set(constraints.STEP_CHECKED) == grade.STEP_CHECKING
+    assert set(constraints.CHOICES["teacher.oracle"]) == set(rules.RULES)
 
 
 def test_before_jax_and_with_a_warning_for_old_knobs():

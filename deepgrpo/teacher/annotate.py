@@ -9,6 +9,7 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ from deepgrpo.rewards.answer import Answer
 from deepgrpo.teacher import prompts
 from deepgrpo.teacher.splice import Codec, Limits, Splice, splice_text, splice_tokens
 from deepgrpo.types import Grade, Ids
+
+log = logging.getLogger(__name__)
 
 ACCEPTED = "accepted"
 REJECTIONS = (
@@ -129,6 +132,10 @@ class Annotator:
             grade = await asyncio.wait_for(asyncio.wrap_future(self._grader.submit(answer)), self._deadline)
             reward = grade.reward
         except TimeoutError:
+            log.error("the grader gave no verdict on a correction within %.0f s", self._deadline)
+            reward = None
+        except RuntimeError:
+            log.exception("the grader cannot work; a correction has no verdict")
             reward = None
         if reward is None and not self._strict:
             return Outcome(NO_VERDICT, deferred=True, splice=cut)

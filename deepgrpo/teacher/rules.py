@@ -39,13 +39,14 @@ def correct_arithmetic(question: str, student: str, locked: str) -> str | None:
 
 def _keep_spacing(written: str, right: str) -> tuple[str, bool]:
     """Returns `right`, spaced like `written` as far as they agree otherwise, and whether they agree to the end."""
-    position = 0
+    position = done = 0
     for token in re.finditer(r"\d+|\S", right):
         found = re.compile(r" *(\d+|\S)").match(written, position)
-        if found is None or found[1] != token[0]:
-            gap = found.start(1) if found else position
-            return (written[:gap] + right[token.start() :] if position else right), False
-        position = found.end()
+        if found is None:
+            return written[:position] + right[done:], False
+        if found[1] != token[0]:
+            return (written[: found.start(1)] + right[token.start() :] if position else right), False
+        position, done = found.end(), token.end()
     return (written, True) if not written[position:].strip() else (right, False)
 
 

@@ -1,0 +1,122 @@
+"""Stand-ins for what surrounds the annotator and the worker."""
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any
+
+from deepgrpo.curriculum.base import Correction, Failure
+from deepgrpo.teacher.annotate import ACCEPTED, Outcome
+from deepgrpo.types import Grade, Problem, as_ids
+
+
+class NumberCodec:
+    """Texts are lists of numbers: ids and text are the same thing."""
+
+    special_ids = frozenset()
+
+    def __init__(self, eos_token_id: Any):
+        self.eos_token_id = eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split() if word != "empty"]
+
+    def decode(self, ids) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+    words = decode
+
+
+class InstantGrader:
+    """Gives every answer the same grade (or raises, or never answers) and keeps what it was asked."""
+
+    def __init__(self, grade: Grade | Exception | None):
+        self.grade, self.answers = grade, []
+
+    def submit(self, answer) -> "concurrent.futures.Future[Grade]":
+        self.answers.append(answer)
+        future = concurrent.futures.Future()
+        if isinstance(self.grade, Exception):
+            future.set_exception(self.grade)
+        elif self.grade is not None:
+            future.set_result(self.grade)
+        return future
+
+
+def failure(
+    prompt=(1,), response=(5, 6, 7, 8), *, event=0, locked=(), step=0, question="2 + 3 = ?", source="arithmetic", truth="5"
+):
+    problem = Problem(0, source, as_ids(list(prompt)), truth, question)
+    return Failure(event, problem, as_ids([*prompt, *locked]), as_ids(list(response)), step)
+
+
+class Queue:
+    """A curriculum of failures alone: first in, first out; what is put back goes to its front."""
+
+    def __init__(self, failures: list[Failure]):
+        self.waiting, self.in_flight = list(failures), {}
+        self.results: list[tuple[Any, bool]] = []
+        self.crashes = 0  # next dispatches that raise
+
+    def dispatch(self, max_items: int, step: int) -> list[Failure]:
+        if self.crashes:
+            self.crashes -= 1
+            raise RuntimeError("planted crash of dispatch")
+        taken = [self.waiting.pop(0) for _ in range(min(max_items, 2, len(self.waiting)))]  # at most two a call
+        self.in_flight |= {f.event: f for f in taken}
+        return taken
+
+    def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
+        del self.in_flight[failure.event]
+        self.results.append((failure.event, correction is not None))
+        return "done"
+
+    def requeue(self, failure: Failure) -> None:
+        self.waiting.insert(0, self.in_flight.pop(failure.event))
+
+    def pending(self) -> int:
+        return len(self.waiting)
+
+
+class Script:
+    """An annotator that does what a function of the failure says: an outcome, an exception, or a coroutine that gives one."""
+
+    def __init__(self, say: Callable[[Failure], Any], capacity: int = 64):
+        self.say, self.room, self.retry = say, capacity, float("inf")
+        self.calls, self.recorded, self.running, self.most = [], [], 0, 0
+
+    async def annotate(self, failure: Failure, step: int) -> Outcome:
+        self.calls.append(failure.event)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            said = self.say(failure)
+            return await said if asyncio.iscoroutine(said) else said
+        finally:
+            self.running -= 1
+
+    def record(self, outcome: Outcome) -> None:
+        self.recorded.append(outcome.reason)
+
+    def capacity(self) -> int:
+        return self.room
+
+    def retry_in(self) -> float:
+        return self.retry
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+
+def corrected(failure: Failure, match: int = 2, suffix=(90, 91)) -> Outcome:
+    ids = failure.response_ids
+    return Outcome(ACCEPTED, Correction(ids[:match], as_ids(list(suffix)), 1.0, ids[match:]))

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
+import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ class _Log:
 
     def __init__(self, path: pathlib.Path, writable: bool):
         self.path = path
+        self._lock = threading.Lock()  # a checkpoint is made by another thread than replies are read by
         self.places: dict[str, _Place] = {}
         self._file = open(path, "a+b" if writable else "rb")  # noqa: SIM115  owned by the cache, closed by it
         self._end = 0
@@ -58,28 +60,32 @@ class _Log:
             raise ValueError(f"{self.path}:{number}: not a reply record ({error}); move the file away to start afresh") from error
 
     def read(self, key: str) -> dict[str, Any]:
-        self._file.seek(self.places[key].offset)
-        return json.loads(self._file.readline())
+        with self._lock:
+            self._file.seek(self.places[key].offset)
+            return json.loads(self._file.readline())
 
     def append(self, record: Mapping[str, Any]) -> None:
         # Lone surrogates, which a reply's JSON may hold, have no UTF-8: backslashreplace writes them as JSON's own escapes.
         line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
-        self._file.seek(0, os.SEEK_END)
-        self._file.write(line)
-        self._file.flush()  # to the operating system: survives the process; `ReplyCache.sync` survives the machine
-        self.places[record["key"]] = _Place(len(self.places), self._end)
-        self._end += len(line)
+        with self._lock:
+            self._file.seek(0, os.SEEK_END)
+            self._file.write(line)
+            self._file.flush()  # to the operating system: survives the process; `sync` survives the machine
+            self.places[record["key"]] = _Place(len(self.places), self._end)
+            self._end += len(line)
 
-    def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def sync(self) -> int:
+        """Makes all records durable and returns their number."""
+        with self._lock:
+            os.fsync(self._file.fileno())
+            return len(self.places)
 
     def close(self) -> None:
         self._file.close()
 
 
 class ReplyCache:
-    """The replies of one run, optionally on top of an earlier run's. Used by one thread at a time.
+    """The replies of one run, optionally on top of an earlier run's. Used by one thread; `state` by any.
 
     A reply is *charged* when the run first uses it. A resumed run finds replies on disk that the lost steps had paid for: they
     are charged again when they are used again, so that the totals equal the uninterrupted run's.
@@ -141,8 +147,7 @@ class ReplyCache:
 
     def state(self) -> dict[str, int]:
         """Makes what was recorded durable and returns what `restore` needs."""
-        self._log.sync()
-        return {"entries": self.entries}
+        return {"entries": self._log.sync()}
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Replies recorded after `state` was taken count as not yet charged.

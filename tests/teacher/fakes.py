@@ -2,11 +2,13 @@
 
 import asyncio
 import concurrent.futures
+import time
 from collections.abc import Callable
 from typing import Any
 
 from deepgrpo.curriculum.base import Correction, Failure
 from deepgrpo.teacher.annotate import ACCEPTED, Outcome
+from deepgrpo.teacher.worker import TeacherWorker
 from deepgrpo.types import Grade, Problem, as_ids
 
 
@@ -120,3 +122,24 @@ class Script:
 def corrected(failure: Failure, match: int = 2, suffix=(90, 91)) -> Outcome:
     ids = failure.response_ids
     return Outcome(ACCEPTED, Correction(ids[:match], as_ids(list(suffix)), 1.0, ids[match:]))
+
+
+DOWN = Outcome("breaker_open", deferred=True)
+
+
+def until(condition, what, deadline=20.0):
+    end = time.monotonic() + deadline
+    while not condition():
+        assert time.monotonic() < end, f"waited {deadline} s for {what}"
+        time.sleep(0.002)
+
+
+def worker_on(queue, script, **settings):
+    settings = {"max_concurrent": 4, "pause": 0.01} | settings
+    worker = TeacherWorker(queue, script, **settings)
+    worker.start()
+    return worker
+
+
+def failures(n):
+    return [failure(event=i) for i in range(n)]

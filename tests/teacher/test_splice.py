@@ -69,6 +69,35 @@ def test_any_ids_of_a_random_model_are_cut_at_a_character(ids, theirs):
         assert not CODEC.special_ids & set(found.prefix_ids.tolist())
 
 
+class PairCodec:
+    """Ids are bytes (below 256) or any two bytes in a row: tokens that end one character and begin the next."""
+
+    special_ids, eos_token_id = frozenset(), None
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        chunks = (bytes([i]) if i < 256 else bytes(divmod(i - 256, 256)) for i in ids)
+        return b"".join(chunks).decode(errors="replace")
+
+
+@settings(max_examples=150, deadline=None)
+@given(common=texts, ours=texts, theirs=texts, pairs=st.lists(st.booleans(), min_size=60, max_size=60))
+def test_tokens_that_join_halves_of_characters(common, ours, theirs, pairs):
+    codec, ids, rest = PairCodec(), [], (common + ours).encode("utf-8", "ignore")
+    while rest:
+        size = 2 if len(rest) > 1 and pairs[len(ids) % len(pairs)] else 1
+        ids.append(rest[0] if size == 1 else 256 + 256 * rest[0] + rest[1])
+        rest = rest[size:]
+    found = splice_text(codec, as_ids(ids), common + theirs, 0, [STOP], OPEN)
+    if not found.reason:
+        assert codec.decode(found.body()).lstrip() == (common + theirs).lstrip()
+        assert BROKEN not in codec.decode(found.prefix_ids) or BROKEN in common
+    else:
+        assert found.reason in ("empty_suffix", "empty_teacher_tokens")
+
+
 def test_non_canonical_samples_match_in_characters_though_not_in_tokens():
     text, wrong = "The sum is 12 + 30 = 42 units.", "The sum is 12 + 30 = 4"
     student = as_ids([j for symbol in wrong + "3." for j in CODEC.encode(symbol)])  # a character at a time
@@ -88,6 +117,10 @@ def test_special_tokens_and_lossy_texts_are_refused():
     student = as_ids(CODEC.encode("a = 1"))
     assert splice_text(CODEC, student, "a = 2<|im_end|>", 0, [STOP], OPEN).reason == "special_in_suffix"
     assert splice_text(CODEC, student, "a = 1", 0, [STOP], OPEN).reason == "empty_suffix"
+    ended = as_ids([*student, STOP, *student])
+    assert splice_text(CODEC, ended, "a = 1<|im_end|>a = 2", 0, [STOP], OPEN).reason == "special_in_suffix", (
+        "no prefix goes past it"
+    )
     assert splice_text(CODEC, student, " \n", 0, [STOP], OPEN).reason == "empty_teacher_tokens"
 
     class Lossy(Codec):

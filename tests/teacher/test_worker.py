@@ -1,40 +1,17 @@
-"""The teacher's thread: order of work, bounds, crashes, outages, stopping, and draining in a fixed order."""
+"""The teacher's thread: order of work, bounds, crashes, outages, stopping."""
 
 import asyncio
-import random
 import threading
-import time
 
 import pytest
 
 from deepgrpo.curriculum.forest import ForestCurriculum
 from deepgrpo.curriculum.forest_pool import Forest
-from deepgrpo.endpoint.cache import ReplayMiss
 from deepgrpo.teacher.annotate import Outcome
 from deepgrpo.teacher.worker import TeacherWorker
 from deepgrpo.types import Problem, as_ids
-from tests.teacher.fakes import Queue, Script, corrected, failure
+from tests.teacher.fakes import DOWN, Queue, Script, corrected, failures, until, worker_on
 from tests.teacher.scenarios import teacher_cases
-
-DOWN = Outcome("breaker_open", deferred=True)
-
-
-def until(condition, what, deadline=20.0):
-    end = time.monotonic() + deadline
-    while not condition():
-        assert time.monotonic() < end, f"waited {deadline} s for {what}"
-        time.sleep(0.002)
-
-
-def worker_on(queue, script, **settings):
-    settings = {"max_concurrent": 4, "pause": 0.01} | settings
-    worker = TeacherWorker(queue, script, **settings)
-    worker.start()
-    return worker
-
-
-def failures(n):
-    return [failure(event=i) for i in range(n)]
 
 
 def deltas(read, previous):
@@ -155,51 +132,6 @@ def test_stop_finishes_or_puts_back_running_work(ends_in_time):
     assert worker.stop(10.0)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_drain_resolves_in_dispatch_order_whatever_the_timing(seed):
-    draw = random.Random(seed)
-    queue = Queue(failures(30))
-
-    async def some_time(failed):
-        await asyncio.sleep(draw.random() / 200)
-        return corrected(failed) if failed.event % 3 else Outcome("prefix_too_short")
-
-    script = Script(some_time)
-    worker = worker_on(queue, script, synchronous=True)
-    assert not queue.results, "nothing moves before drain"
-    worker.drain(1, 20.0)
-    assert queue.results == [(i, i % 3 > 0) for i in range(30)] and script.most == 4
-    assert script.recorded[:2] == ["prefix_too_short", "accepted"]
-    assert worker.stop(10.0)
-
-
-def test_drain_returns_at_once_when_the_teacher_is_down_and_goes_on_when_it_is_back():
-    queue = Queue(failures(5))
-    script = Script(lambda failed: DOWN, capacity=0)
-    worker = worker_on(queue, script, synchronous=True)
-    worker.drain(1, 20.0)
-    assert not script.calls, "not even asked"
-    script.room = 4  # it is not known yet that it is down
-    worker.drain(2, 20.0)
-    assert sorted(f.event for f in queue.waiting) == list(range(5)) and not queue.results and len(script.calls) == 5
-    script.say, script.room = corrected, 1  # half open: one probe, then all
-    worker.drain(3, 20.0)
-    assert len(queue.results) == 5 and worker.stop(10.0)
-
-
-def test_drain_puts_back_what_its_deadline_cuts_short():
-    queue = Queue(failures(3))
-
-    async def slow(failed):
-        await asyncio.sleep(0 if failed.event == 1 else 60)
-        return corrected(failed)
-
-    worker = worker_on(queue, Script(slow), synchronous=True)
-    worker.drain(1, 0.1)
-    assert queue.results == [(1, True)] and sorted(f.event for f in queue.waiting) == [0, 2]
-    assert worker.metrics()["teacher_worker/cut_short"] == 2 and worker.stop(10.0)
-
-
 def test_an_outage_loses_no_failure_but_a_poisonous_one_is_given_up():
     queue = Queue(failures(3))
     healthy = threading.Event()
@@ -216,19 +148,6 @@ def test_an_outage_loses_no_failure_but_a_poisonous_one_is_given_up():
     worker = worker_on(queue, script, max_concurrent=2, pause=1e-4)
     until(lambda: len(queue.results) == 12, "all results")
     assert (0, False) in queue.results and worker.metrics()["teacher_worker/given_up"] == 1 and worker.stop(10.0)
-
-
-def test_a_replay_that_misses_a_reply_stops_the_run():
-    def miss(failed):
-        raise ReplayMiss("request 17 was never recorded")
-
-    queue = Queue(failures(2))
-    worker = worker_on(queue, Script(miss), synchronous=True)
-    with pytest.raises(ReplayMiss, match="17"):
-        worker.drain(1, 20.0)
-    with pytest.raises(ReplayMiss, match="17"):
-        worker.raise_if_failed()
-    assert worker.stop(10.0) and len(queue.waiting) == 2
 
 
 def test_counters_survive_a_resume():

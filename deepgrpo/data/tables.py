@@ -12,8 +12,8 @@ def read(path: str, columns: Sequence[str]) -> list[Row]:
     """All rows of a file or folder, which must have `columns`.
 
     Raises:
-      FileNotFoundError: nothing there, or a folder without data. ValueError: not readable, empty, or without a needed column. Each
-        says what was found and what was expected.
+      FileNotFoundError: nothing there, or a folder without data. ValueError: not readable, empty, or without a needed column.
+        Each says what was found and what was expected.
     """
     place = pathlib.Path(path)
     if not place.exists():

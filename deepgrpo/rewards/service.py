@@ -3,8 +3,8 @@
 An answer has two attempts of half the deadline each, the second on a fresh worker:
 
     verdict in time                                           -> that verdict
-    CPU seconds used up, twice                                -> the answer's own doing: wrong, reason "timeout"
-    wall time used up twice, but hardly any CPU (busy host)   -> no verdict, reason "timeout"
+    time used up twice, with the CPU at work                  -> the answer's own doing: wrong, reason "timeout"
+    time used up twice, hardly any CPU (a busy host)          -> no verdict, reason "timeout"
     worker died twice (killed, crashed)                       -> no verdict, reason "crash"
     the grader raised                                         -> no verdict, reason "error"; logged with its traceback
 
@@ -34,9 +34,11 @@ from deepgrpo.rewards.grade import GRADERS, check_sources
 from deepgrpo.rewards.math import grade as boxed
 from deepgrpo.types import Grade
 
+WORKER = "deepgrpo.rewards.worker"  # the module that a worker process runs
 START_SECONDS = 120.0  # for a worker to import its graders, on a busy host
 RECYCLE = 5000  # answers after which a worker is replaced, against slow leaks
-BUSY_SHARE = 0.5  # a worker killed with less CPU than this share of its time was starved, not stuck
+CPU_SHARE = 0.4  # of an attempt's time: the CPU seconds after which a worker itself gives up (an ordinary answer takes 0.001)
+BUSY_SHARE = 0.25  # a worker killed with less CPU than this share of its time was starved, not stuck
 
 log = logging.getLogger(__name__)
 
@@ -164,8 +166,8 @@ class _Worker:
         self.connection, theirs = multiprocessing.Pipe()
         root = str(pathlib.Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        cpu_seconds = str(0.8 * attempt)
-        command = [sys.executable, "-m", "deepgrpo.rewards.worker", str(theirs.fileno()), str(os.getpid()), cpu_seconds]
+        cpu_seconds = str(CPU_SHARE * attempt)
+        command = [sys.executable, "-m", WORKER, str(theirs.fileno()), str(os.getpid()), cpu_seconds]
         with tempfile.TemporaryFile() as errors, theirs:
             self.process = subprocess.Popen(
                 [*command, "warm" if warm else "light"],

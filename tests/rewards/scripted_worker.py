@@ -1,0 +1,31 @@
+"""A real grading worker whose GSM8K grader does to itself what the response says."""
+
+import os
+import sys
+import time
+
+from deepgrpo.rewards import grade, worker
+from deepgrpo.types import Grade
+
+
+def scripted(answer):
+    if answer.response == "spin in Python":
+        while True:
+            pass
+    if answer.response == "spin in C":
+        return sum(range(10**13))  # no Python code runs in there, so no signal handler does
+    if answer.response == "sleep":
+        time.sleep(60)
+    if answer.response == "die":
+        os._exit(1)
+    if answer.response == "raise":
+        raise RuntimeError("a fault of the grader")
+    if answer.response == "eat":
+        return "x" * 10**12
+    return Grade(1.0, True, "right", str(os.getpid()))
+
+
+grade.GRADERS["GSM8K"] = scripted
+
+if __name__ == "__main__":
+    worker.main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "warm")

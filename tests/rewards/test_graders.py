@@ -1,0 +1,110 @@
+"""Boxes, final numbers, sums, and the rules that hold for every grader."""
+
+import pytest
+
+from deepgrpo.rewards import grade as graders
+from deepgrpo.rewards import gsm8k, latex, math
+from deepgrpo.rewards.answer import Answer
+from deepgrpo.rewards.arithmetic import solution
+
+
+def graded(source, response, key, question="", prefix="", finish="stop"):
+    return graders.grade(Answer(source, question, prefix, response, finish, key))
+
+
+@pytest.mark.parametrize(
+    ("text", "boxes"),
+    [
+        (r"First \boxed{5}, no: it is \boxed{\frac{14}{3}}.", [r"\frac{14}{3}"]),
+        (r"\boxed{3}, \boxed{5} and \boxed{7}", ["3", "5", "7"]),
+        (r"Either \boxed{6} or $\boxed{5}$.", ["6", "5"]),
+        (r"\boxed{x = \boxed{5}}", ["5"]),
+        (r"so \boxed 5.", ["5"]),
+        ("\\boxed\n{1}", ["1"]),
+        (r"\boxed{\{1, 2\}}", [r"\{1, 2\}"]),
+        (r"\boxed{7} and so on \boxed{\frac{1}{", None),
+        ("no box, or boxed{5}", None),
+    ],
+)
+def test_last_boxes(text, boxes):
+    assert latex.last_boxes(text) == boxes
+
+
+def test_boxed_reasons():
+    assert graded("MATH", r"\boxed{\frac{28}{6}}", [r"\frac{14}{3}"]).reason == "right"
+    assert graded("MATH", r"\boxed{}", ["5"]).reason == "unformatted"
+    assert graded("MATH", r"\boxed{5}", ["4", "5"]).reward == 1
+    assert graded("MATH", r"\boxed{9**9**9**9}", ["5"]).reason == "too_complex"
+    assert graded("MATH", r"\boxed{" + "x" * 100_000 + "}", ["5"]).reason == "too_long"
+    bad_key = graded("MATH", r"\boxed{5}", [""])
+    assert bad_key.reward is None and bad_key.reason == "bad_key"
+
+
+def test_math_verify_decides_what_the_parser_does_not_know():
+    assert math.by_math_verify(r"\int_0^1 x^2 dx", r"\int_0^1 x \cdot x dx")
+    assert not math.by_math_verify(r"\int_0^1 x^2 dx", r"\int_0^1 x^3 dx")
+    assert not math.by_math_verify("5", r"\sum_{k=1}^{1000000000} k")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("16 - 7 = 9\n#### 18.", 18),
+        ("#### $70,000 of 90,000", 70000),
+        ("#### x = 18", 18),
+        ("#### 18 = 9 * 2", 18),
+        ("#### **-10**<|im_end|>5", -10),
+        ("#### \u221210", -10),
+        ("#### $1.45 million", 1450000),
+        ("it costs \\boxed{18}", 18),
+        ("The answer is $18. That is 2 a day", 18),
+        ("2 + 1 = 3 bolts", 3),
+        ("#### 17\n#### 18", None),
+        ("so 18\n#### N/A", None),
+        ("I am not sure.", None),
+    ],
+)
+def test_final_number(text, number):
+    assert graded("GSM8K", text, str(number)).reward == float(number is not None)
+    assert gsm8k.final_number(text.split("<|")[0])[0] == number
+
+
+def test_sum_is_checked_line_by_line():
+    question, right = "4 + 5 + 3 = ?", solution([4, 5, 3])
+    assert right == "4 + 5 = 9\n9 + 3 = 12\n#### 12"
+    full = graded("arithmetic", right + "<|im_end|>", "12", question)
+    assert full.reward == 1 and full.right_prefix == len(right)
+    assert graded("arithmetic", right[10:], "12", question, prefix=right[:10]).reward == 1
+    wrong = graded("arithmetic", "4 + 5 = 8\n8 + 3 = 11\n#### 11", "12", question)
+    assert wrong.reward == 0 and wrong.reason == "wrong" and wrong.right_prefix == len("4 + 5 =")
+    assert graded("arithmetic", "#### 12", "12", question).reward == 0
+    assert graded("arithmetic", right + "\n#### 12", "12", question).reward == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "right", "key", "question"),
+    [
+        ("MATH", r"\boxed{42}", ["42"], r"Which number? \boxed{42}"),
+        ("GSM8K", "#### 42", "42", "Is it 42?"),
+        ("arithmetic", solution([1, 2, 3]), "6", "1 + 2 + 3 = ?"),
+    ],
+)
+def test_only_the_response_earns_and_only_if_it_ended(source, right, key, question):
+    assert graded(source, right, key, question).reward == 1
+    assert graded(source, "", key, question, prefix=right).reward == 0
+    cut = graded(source, right, key, question, finish="length")
+    assert cut.reward == 0 and cut.reason == "truncated" and not cut.completed
+    assert graders.leaks_answer(source, f"so far {right} and") and not graders.leaks_answer(source, "1 + 2 = 3\n")
+
+
+def test_a_step_checking_grade_says_how_far_it_was_right():
+    for source in graders.STEP_CHECKING:
+        question = {"arithmetic": "1 + 2 + 3 = ?", "carry_chain": "57a6b9c8d7e9f6g8h7i9j6=?"}[source]
+        assert graded(source, "", "0", question).right_prefix == 0
+
+
+def test_unknown_sources_are_refused_by_name():
+    with pytest.raises(ValueError, match="'geometry3k'.*known: GSM8K, MATH"):
+        graders.check_sources(["MATH", "geometry3k"])
+    with pytest.raises(ValueError, match="abort"):
+        graded("MATH", "", ["1"], finish="abort")

@@ -20,6 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.origin = "Qwen/Qwen2.5-0.5B-Instruct"
     config.data.train = ("gsm8k:data/gsm8k_train.jsonl",)
     config.data.validation = ("gsm8k:data/gsm8k_test.jsonl",)
+    config.data.template = "gsm8k"  # the question and "Let's think step by step ...", through the model's chat template
     config.data.origin = "save train.jsonl and test.jsonl of the grade-school-math repository under these names"
     config.data.max_prompt_length = 512
     config.rollout.max_model_len = 1024

@@ -12,7 +12,7 @@ import ml_collections
 
 from configs import common
 
-BENCHMARKS = ("math500", "aime24", "minerva", "amc", "olympiad_bench")
+BENCHMARKS = ("aime24", "minerva", "amc", "olympiad_bench")
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -22,7 +22,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.path = "models/Qwen2.5-Math-1.5B"
     config.model.origin = "Qwen/Qwen2.5-Math-1.5B"
     config.data.train = ("math:data/math_lvl3to5_8k_train.jsonl",)
-    config.data.validation = tuple(f"{name}:data/{name}.jsonl" for name in BENCHMARKS)
+    config.data.validation = ("math:data/math500.jsonl", *(f"{name}:data/{name}.jsonl" for name in BENCHMARKS))
+    config.data.template = "math_boxed"  # the question and "Let's think step by step ...", through the model's chat template
     config.data.origin = "take math_lvl3to5_8k and the evaluation suite of the Dr. GRPO repository (understand-r1-zero)"
     config.data.max_prompt_length = 1024
     config.rollout.max_model_len = 4096

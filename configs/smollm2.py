@@ -32,6 +32,7 @@ def get_config(task: str = "arithmetic") -> ml_collections.ConfigDict:
         config.data.max_prompt_length, config.rollout.max_model_len = 128, 192
     elif task == "gsm8k":
         config.data.train, config.data.validation = ("gsm8k:data/gsm8k_train.jsonl",), ("gsm8k:data/gsm8k_test.jsonl",)
+        config.data.template = "gsm8k"
         config.data.origin = "save train.jsonl and test.jsonl of the grade-school-math repository under these names"
         config.data.max_prompt_length, config.rollout.max_model_len = 256, 384
         config.teacher.oracle, config.teacher.oracle_solutions = "solutions", "data/gsm8k_train.jsonl"

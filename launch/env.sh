@@ -6,7 +6,7 @@
 #   source launch/env.sh    the same, and activates it
 #
 # It needs a Python >= 3.11 with venv (or virtualenv), and pip's package index. When the requirement files have not changed since
-# the last time it does nothing. On Python 3.11 it installs the tested versions (requirements.lock), elsewhere the newest allowed.
+# the last time it does nothing. It installs the tested versions (requirements.lock), on a Python newer than 3.13 the newest allowed.
 #
 #   DEEPGRPO_PYTHON   interpreter to use (default: the first Python >= 3.11 found, the tested 3.11 before others)
 #   DEEPGRPO_VENV     folder of the environment (default: .venv in the checkout)
@@ -60,15 +60,14 @@ make_venv() {
 }
 
 install() {
-    local arguments=(-r requirements.txt) tested=0
+    local arguments=(-r requirements.txt)
     if [ "$kind" = test ]; then
         arguments+=(-r requirements-test.txt)
     fi
     if [ -n "${DEEPGRPO_JAX:-}" ]; then
         arguments+=("jax[$DEEPGRPO_JAX]")
     fi
-    "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || tested=$?
-    if [ "$tested" = 0 ]; then
+    if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then # these have wheels of the locked versions
         arguments+=(-c requirements.lock)
     fi
     echo "installing into $venv (minutes the first time)"

@@ -13,9 +13,12 @@ STEP_CHECKED = ("carry_chain", "arithmetic")  # data sets whose grader reports h
 GENERATED = ("carry_chain", "arithmetic")  # data sets that come from a generator, not from a file
 ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
 
+READERS = ("gsm8k", "math", "aime24", "amc", "minerva", "olympiad_bench", "verl", *GENERATED)  # NAME of "NAME:PATH"
+
 CHOICES = {
     "model.dtype": ("bfloat16", "float32"),
     "model.remat": ("none", "dots", "full"),
+    "data.template": ("chat", "gsm8k", "math_boxed", "qwen_math", "r1", "none", "few_shot_arithmetic"),
     "rollout.engine": ("native",),
     "loop": ("reasoning",),
     "curriculum.pool": ("none", "forest"),
@@ -145,6 +148,8 @@ def size_rules(config: config_dict.ConfigDict) -> list[Rule]:
             "expected a folder's name: letters, digits and . _ - + =",
         ),
         (("data.train",), bool(data.train), "expected at least one training set; add --config.data.train=NAME:PATH"),
+        (("data.train",), are_sets(data.train), f"expected NAME:PATH with NAME one of {', '.join(READERS)}"),
+        (("data.validation",), are_sets(data.validation), f"expected NAME:PATH with NAME one of {', '.join(READERS)}"),
         (
             ("validation.every", "data.validation"),
             config.validation.every == 0 or bool(data.validation),
@@ -187,6 +192,10 @@ def size_rules(config: config_dict.ConfigDict) -> list[Rule]:
             "greedy answers to one problem are all the same; set validation.n=1 or a temperature above 0",
         ),
     ]
+
+
+def are_sets(names: tuple[str, ...]) -> bool:
+    return all(reader in READERS and path for reader, _, path in (name.partition(":") for name in names))
 
 
 def curriculum_rules(config: config_dict.ConfigDict) -> list[Rule]:

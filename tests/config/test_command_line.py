@@ -166,6 +166,7 @@ def test_help_lists_every_key():
         (["--config.teacher.replay=/nowhere"], ["teacher.replay", "does not exist"]),
         (["--config.teacher.deadline=1"], ["teacher.deadline", "teacher.timeout"]),
         (["--config.learner.mesh=2,-1,-1"], ["learner.mesh"]),
+        (["--config.data.train=gsm8:x"], ["data.train = ('gsm8:x',)", "NAME one of gsm8k"]),
         (["--config.validation.n=4"], ["validation.temperature = 0.0", "greedy"]),
         (["--config.curriculum.injection_ratio=0.001"], ["data.batch_size = 128", "injected"]),
         (["--config.name=a/b"], ["name = 'a/b'"]),
@@ -190,8 +191,12 @@ def test_every_number_has_a_range():
 def test_names_are_those_of_the_code():
     grade = pytest.importorskip("deepgrpo.rewards.grade")
     rules = pytest.importorskip("deepgrpo.teacher.rules")
+    readers = pytest.importorskip("deepgrpo.data.readers")
+    templates = pytest.importorskip("deepgrpo.data.templates")
     assert set(constraints.STEP_CHECKED) == grade.STEP_CHECKING
     assert set(constraints.CHOICES["teacher.oracle"]) == set(rules.RULES)
+    assert set(constraints.CHOICES["data.template"]) == templates.TEMPLATES.keys()
+    assert set(constraints.READERS) == readers.READERS.keys()
 
 
 def test_before_jax_and_with_a_warning_for_old_knobs():

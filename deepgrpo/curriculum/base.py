@@ -90,5 +90,3 @@ class Curriculum(Protocol):
         Raises:
           ValueError: the folder's format version or pool type is not this curriculum's; names both.
         """
-
-

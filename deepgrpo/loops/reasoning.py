@@ -33,8 +33,10 @@ def run(setting: Setting, prompts: Sequence[Prompt], step: int, purpose: str) ->
     completions = setting.engine.generate(requests, setting.sampling, on_done=grade)
     _, late = concurrent.futures.wait(verdicts.values(), timeout=setting.grading_deadline)
     if late:
-        raise TimeoutError(f"step {step}: {len(late)} of {len(verdicts)} answers had no verdict {setting.grading_deadline:.0f} s "
-                           "after the last rollout; the grading service hangs (rewards.workers, rewards.deadline)")
+        raise TimeoutError(
+            f"step {step}: {len(late)} of {len(verdicts)} answers had no verdict {setting.grading_deadline:.0f} s "
+            "after the last rollout; the grading service hangs (rewards.workers, rewards.deadline)"
+        )
     return [
         Group(p, tuple(Rollout(c, verdicts[i, j].result()) for j, c in enumerate(completions[i]) if (i, j) in verdicts))
         for i, p in enumerate(prompts)

@@ -206,3 +206,9 @@ def empty_caches(config: ModelConfig, batch: int, length: int, dtype: Any) -> tu
     K, H = config.num_kv_heads, config.head_size
     pair = lambda: (jnp.zeros((batch, K, H, length), dtype), jnp.zeros((batch, K, length, H), dtype))  # noqa: E731
     return tuple(pair() for _ in range(config.num_layers))
+
+
+def abstract_params(config: ModelConfig) -> Any:
+    """The parameter tree as ShapeDtypeStructs, float32; nothing is allocated."""
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.eval_shape(Transformer(config, jnp.float32).init, jax.random.key(0), token, token, token)["params"]

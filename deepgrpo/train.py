@@ -1,0 +1,292 @@
+"""DEEP-GRPO: GRPO whose batches are topped up with hard states.
+
+    python -m deepgrpo.train --config=configs/carry_chain.py --config.name=my-run --config.seed=1
+
+One step, in the order of the banners below:
+
+    prompts  = dataset prompts + hard states                  hard states are added, they do not replace (config: injection_mode)
+    groups   = loop(prompts)                                  G rollouts each, graded as they finish
+    curriculum.observe(groups)                                mastered -> retired; failed -> teacher queue
+    rows     = rows(groups)                                   advantages r - mean(group), rows without gradient dropped
+    learner.update(rows)                                      M optimizer steps of the clipped objective
+    engine.publish(learner.policy)                            the next rollouts are on-policy
+    validate / log / checkpoint
+
+The teacher works beside it: it corrects failures, and each prefix that student and corrected answer share becomes a new state.
+"""
+
+import sys
+
+from deepgrpo import config as config_lib
+
+if __name__ == "__main__":
+    CONFIG, LINE = config_lib.from_command_line(sys.argv)  # a mistyped key or a missing file ends here, before JAX starts
+
+import contextlib  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import threading  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+from deepgrpo.curriculum import forest, none  # noqa: E402
+from deepgrpo.data import dataset as dataset_lib  # noqa: E402
+from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
+from deepgrpo.learner import rows as rows_lib  # noqa: E402
+from deepgrpo.learner import sharding  # noqa: E402
+from deepgrpo.learner.learner import Learner  # noqa: E402
+from deepgrpo.learner.minibatch import injection_count  # noqa: E402
+from deepgrpo.loops import reasoning  # noqa: E402
+from deepgrpo.loops.base import Setting, with_sampling  # noqa: E402
+from deepgrpo.model.config import ModelConfig  # noqa: E402
+from deepgrpo.model.transformer import abstract_params  # noqa: E402
+from deepgrpo.rewards.grade import check_sources  # noqa: E402
+from deepgrpo.rewards.service import GradingService  # noqa: E402
+from deepgrpo.rollout.engine import Sampling  # noqa: E402
+from deepgrpo.rollout.native import NativeEngine  # noqa: E402
+from deepgrpo.teacher.setup import open_teacher  # noqa: E402
+from deepgrpo.telemetry import dumps, statistics  # noqa: E402
+from deepgrpo.telemetry.metrics import Metrics  # noqa: E402
+from deepgrpo.telemetry.progress import Progress, Timer  # noqa: E402
+from deepgrpo.types import Prompt  # noqa: E402
+from deepgrpo.weights import hf  # noqa: E402
+from deepgrpo.weights.checkpoint import Checkpoints  # noqa: E402
+
+LOOPS = {"reasoning": reasoning.run}
+CURRICULA = {"none": none.create, "forest": forest.create}
+GRADING_PATIENCE = 20  # deadlines of one answer that a whole batch may still wait for verdicts after its last rollout
+
+
+def main(config, line) -> None:
+    """Runs, or resumes, the run that `config` describes. `line` is the command line it came from, for the run's record."""
+    stop = stop_on_signal()
+    with contextlib.ExitStack() as stack:
+        train(config, line, stack, stop)
+
+
+def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> None:
+    ################################################################################################################
+    #  Run folder
+    ####################################################################################################################
+    run = config_lib.run_folder(config)
+    keep = config.checkpoint
+    checkpoints = Checkpoints(run / "checkpoints", keep=keep.keep, save_best=keep.save_best, best_metric=keep.best_metric)
+    resumed = checkpoints.latest_step()
+    for warning in config_lib.check_inputs(config, resuming=resumed is not None):
+        print(f"warning: {warning}")
+    devices = [device.device_kind for device in jax.devices()]
+    for note in config_lib.write_resolved(config, line, resumed is not None, devices):
+        print(f"changed since the run began: {note}")
+
+    ################################################################################################################
+    #  Tokenizer and data
+    ####################################################################################################################
+    tokenizer = tokenizer_lib.load_tokenizer(config.model.path)
+    stop_ids = tokenizer_lib.stop_ids(config.model.path, tokenizer)
+
+    data = config.data
+
+    def load(specs, limit):
+        loaded = []
+        for spec in specs:
+            problems, report = dataset_lib.load_problems(spec, tokenizer, data.template, data.max_prompt_length, limit)
+            print(f"data: {report}")
+            loaded += problems
+        return loaded
+
+    problems, held_out = load(data.train, data.limit), load(data.validation, data.validation_limit)
+    sources = {problem.data_source for problem in problems + held_out}
+    check_sources(sources)
+    if (shared := dataset_lib.contamination(problems, held_out)) and not data.allow_overlap:
+        raise SystemExit(
+            f"{shared} training questions are also in data.validation {data.validation}: every score would be too good. "
+            "Take them out, or set --config.data.allow_overlap=true"
+        )
+    dataset = dataset_lib.Dataset(problems, data.batch_size, config.seed, data.shuffle)
+    total_steps = config.train.steps or config.train.epochs * dataset.batches_per_epoch
+
+    ################################################################################################################
+    #  Learner, engine, grading
+    ####################################################################################################################
+    mesh = sharding.make_mesh(config.learner.mesh)
+    jax.set_mesh(mesh)
+    model_config = ModelConfig.from_hf(config.model.path)
+    params = hf.load(config.model.path, shardings=sharding.parameter_shardings(abstract_params(model_config), mesh))
+    dtype = jnp.dtype(config.model.dtype)
+    learner = Learner(
+        model_config,
+        params,
+        dtype=dtype,
+        remat=config.model.remat,
+        num_real_ids=len(tokenizer),
+        temperature=config.rollout.temperature,
+        objective=config.objective,
+        optim=config.optim,
+        learner=config.learner,
+        rollout_n=config.rollout.n,
+        seed=config.seed,
+        total_steps=total_steps,
+        strict_reference=config.strict_reference,
+        mesh=mesh,
+    )
+    del params  # the learner has its own copy
+    grading = stack.enter_context(GradingService(config.rewards.workers, config.rewards.deadline, sources))
+    loop = LOOPS[config.loop]
+    curriculum = CURRICULA[config.curriculum.pool](config)
+    teacher = None
+    if config.teacher.enabled and config.curriculum.pool != "none":
+        teacher = open_teacher(
+            config,
+            stack,
+            curriculum=curriculum,
+            grader=grading,
+            tokenizer=tokenizer_lib.load_tokenizer(config.model.path),  # an instance of its own: it works in another thread
+            stop_ids=stop_ids,
+            folder=run / "teacher",
+        )
+
+    ################################################################################################################
+    #  Resume
+    ####################################################################################################################
+    step, student_tokens = 0, 0
+    if resumed is not None:
+        arrays, host, folder = checkpoints.restore(resumed, learner.abstract_state())
+        learner.restore(arrays)
+        learner.restore_host(host["learner"])
+        dataset.restore(host["dataset"])
+        curriculum.restore(folder / "curriculum")
+        if teacher:
+            teacher.restore(host["teacher"])
+        step, student_tokens = host["step"], host["student_tokens"]
+        print(f"resumed from {folder} after step {step}")
+    metrics_file = Metrics(run, config.telemetry.tensorboard, resumed_step=-1 if resumed is None else step)
+    stack.callback(metrics_file.close)
+    engine = NativeEngine(
+        model_config, learner.policy, dtype, len(tokenizer), config.rollout.slots, config.rollout.decode_steps, version=step
+    )
+    stack.callback(engine.close)
+    if teacher:  # only now: it takes work at once
+        teacher.start()
+        stack.callback(teacher.stop, config.teacher.stop_timeout)
+    rollout = config.rollout
+    sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop_ids, rollout.max_model_len)
+    setting = Setting(engine, grading, tokenizer, sampling, config.seed, GRADING_PATIENCE * config.rewards.deadline)
+    greedy = with_sampling(setting, temperature=config.validation.temperature, top_p=config.validation.top_p, top_k=-1)
+    timer = Timer()
+
+    def validate(at: int) -> dict[str, float]:
+        prompts = [Prompt(p.prompt_ids, p, config.validation.n, f"validation:{i}") for i, p in enumerate(held_out)]
+        with timer("testing"):
+            records = dumps.validation_records(loop(greedy, prompts, at, "validation"), at, tokenizer.decode)
+            dumps.write(run / "validation" / f"{at}.jsonl", records)
+        return statistics.validation_metrics(records)
+
+    def save() -> None:
+        host = {"step": step, "student_tokens": student_tokens, "dataset": dataset.state(), "learner": learner.host_state()}
+        if teacher:
+            host["teacher"] = teacher.state()
+        metrics_file.sync()
+        with timer("save_checkpoint"):
+            checkpoints.save(step, learner.state, host, {"curriculum": curriculum.state})
+
+    def done() -> bool:
+        budget = config.train.student_tokens
+        return step >= total_steps or (budget > 0 and student_tokens >= budget)
+
+    progress = Progress(total_steps, config.train.student_tokens, step, student_tokens, config.telemetry.progress)
+    stack.callback(progress.close)
+    if step == 0 and held_out and config.validation.every and config.validation.before_train:
+        metrics = validate(0) | {"training/student_tokens": 0.0}
+        metrics_file.write(0, metrics | timer.metrics())
+        progress.update(0, metrics)
+    if done():
+        print(f"nothing to do: {run} is at step {step} of {total_steps}, with {student_tokens} student tokens")
+        return
+
+    while not (done() or stop.is_set()):
+        step += 1
+        with timer("step"):
+            ############################################################################################################
+            #  Prompts: the data set's, and hard states
+            ############################################################################################################
+            ratio, ready = config.curriculum.injection_ratio, curriculum.ready()
+            states = curriculum.sample(injection_count(data.batch_size, ratio, ready, config.strict_reference), step)
+            replaced = len(states) if config.curriculum.injection_mode == "replace" else 0
+            drawn = dataset.next(data.batch_size - replaced)
+            prompts = [Prompt(p.prompt_ids, p, rollout.n, f"{step}:{i}") for i, p in enumerate(drawn)]
+            n = config.curriculum.rollout_n or rollout.n
+            prompts += [Prompt(s.ids, s.problem, n, f"{step}:state:{i}", s.node) for i, s in enumerate(states)]
+
+            ############################################################################################################
+            #  Rollouts, graded as they finish
+            ############################################################################################################
+            with timer("gen"):
+                groups = loop(setting, prompts, step, "train")
+            student_tokens += sum(len(r.completion.ids) for group in groups for r in group.rollouts)
+
+            ############################################################################################################
+            #  Curriculum: mastered states retire, failures go to the teacher
+            ############################################################################################################
+            if teacher:
+                teacher.step = step
+            metrics = curriculum.observe(groups, step)
+            if teacher:
+                with timer("teacher_wait"):
+                    teacher.drain(step, config.teacher.deadline) if config.teacher.synchronous else teacher.notify()
+                teacher.raise_if_failed()
+
+            ############################################################################################################
+            #  Update
+            ############################################################################################################
+            every_row = rows_lib.rows_from_groups(groups, config.objective.advantage)
+            rows = rows_lib.keep_rows(every_row)
+            metrics |= learner.update(rows, step)
+            if rows:
+                with timer("publish"):
+                    engine.publish(learner.policy, version=step)
+
+            ############################################################################################################
+            #  Validation and log
+            ############################################################################################################
+            last = done() or step == total_steps
+            if held_out and config.validation.every and (last or step % config.validation.every == 0):
+                metrics |= validate(step)
+        metrics |= rows_lib.data_metrics(every_row, rollout.max_model_len) | rows_lib.filter_metrics(every_row, rows)
+        metrics |= statistics.group_statistics(groups, config.rewards.threshold) | curriculum.metrics()
+        metrics |= (teacher.metrics() if teacher else {}) | timer.metrics()
+        metrics |= {"training/global_step": step, "training/epoch": dataset.epoch, "training/student_tokens": student_tokens}
+        metrics_file.write(step, metrics)
+        progress.update(step, metrics)
+        if config.telemetry.rollouts_every and step % config.telemetry.rollouts_every == 0:
+            dumps.write(run / "rollouts" / f"{step}.jsonl", dumps.rollout_records(groups, step, tokenizer.decode))
+
+        ################################################################################################################
+        #  Checkpoint
+        ################################################################################################################
+        best = checkpoints.note_validation(step, metrics)
+        if best or last or stop.is_set() or (keep.every and step % keep.every == 0):
+            save()
+    progress.close()
+    reason = "stopped by a signal" if stop.is_set() and not done() else "finished"
+    print(f"{reason}: {run}, step {step} of {total_steps}, {student_tokens} student tokens")
+
+
+def stop_on_signal() -> threading.Event:
+    """Set by the first SIGTERM or SIGINT: the step ends, is saved, and the program exits with 0. A second one ends it at once."""
+    stop = threading.Event()
+
+    def on_signal(number, _frame):
+        if stop.is_set():
+            os._exit(128 + number)
+        print("stopping after this step (once more: at once)", file=sys.stderr, flush=True)
+        stop.set()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, on_signal)
+    return stop
+
+
+if __name__ == "__main__":
+    main(CONFIG, LINE)

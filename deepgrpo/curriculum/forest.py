@@ -11,8 +11,8 @@ import numpy as np
 
 from deepgrpo.curriculum.base import Correction, Failure, State
 from deepgrpo.curriculum.forest_pool import Forest
-from deepgrpo.curriculum.forest_records import Annotation, FailedRollout, tree_key
-from deepgrpo.types import Group, Ids, Rollout
+from deepgrpo.curriculum.forest_records import Annotation, tree_key
+from deepgrpo.types import Group, Ids, Problem, Rollout
 
 FAILURES = ("all", "longest_prefix")
 
@@ -21,10 +21,10 @@ FAILURES = ("all", "longest_prefix")
 class _RootGroup:
     """The dataset groups of a step that share one prompt: the pool sees them as a single group."""
 
-    prompt_ids: Ids
+    problem: Problem  # of the first group that failed, if one did
     k_succ: int = 0
     k_total: int = 0
-    failed: list[FailedRollout] = dataclasses.field(default_factory=list)
+    failed: list[Ids] = dataclasses.field(default_factory=list)
 
 
 class ForestCurriculum:
@@ -80,7 +80,7 @@ class ForestCurriculum:
                 _add(seen, counts)
                 seen["nodes_retired"] += counts["node_retired"]
         for root in self._root_groups(judged):
-            counts = self.pool.observe_root(root.prompt_ids, root.k_succ, root.k_total, step, root.failed or None)
+            counts = self.pool.observe_root(root.problem, root.k_succ, root.k_total, step, root.failed or None)
             _add(seen, counts)
             seen["root_groups_seen"] += 1
             seen["root_fail_groups" if root.k_succ < root.k_total else "root_success_groups"] += 1
@@ -103,18 +103,22 @@ class ForestCurriculum:
         merged: dict[bytes, _RootGroup] = {}
         for group, k_succ, k_total in judged:
             if not group.prompt.injected:
-                root = merged.setdefault(tree_key(group.prompt.ids), _RootGroup(group.prompt.ids))
+                problem = group.prompt.problem
+                root = merged.setdefault(tree_key(problem.prompt_ids), _RootGroup(problem))
+                failed = self._to_teacher(group)
+                if failed and not root.failed:
+                    root.problem = problem
                 root.k_succ += k_succ
                 root.k_total += k_total
-                root.failed += self._to_teacher(group)
+                root.failed += failed
         return list(merged.values())
 
-    def _to_teacher(self, group: Group) -> list[FailedRollout]:
-        """The failures of a group that the teacher is to correct."""
+    def _to_teacher(self, group: Group) -> list[Ids]:
+        """The responses of a group that the teacher is to correct."""
         failures = group.failures(self._threshold)
         if failures and self._failures == "longest_prefix":
             failures = [_longest_right_prefix(group, failures)]
-        return [FailedRollout(group.prompt.problem, rollout.completion.ids) for rollout in failures]
+        return [rollout.completion.ids for rollout in failures]
 
     def dispatch(self, max_items: int, step: int) -> list[Failure]:
         """Hands out at most `max_items` failures, at most one a tree."""

@@ -53,7 +53,7 @@ class Index:
         tree.nodes.append(node)
         self.nodes[node.id] = node
         if node.parent is not None:
-            self.nodes[node.parent].children.append(node.id)
+            self.nodes[node.parent].children += (node.id,)
             tree.digests[digest(node.ids)] = node.id
         if node.active:
             self._activate(tree, node)
@@ -120,11 +120,12 @@ class Index:
     def push(self, tree: Tree, node: Node, event: Event) -> None:
         """Queues an event of `node`."""
         self.touch(tree)
+        _, event_id, _, _ = event
         insort(node.waiting, event)
-        self.events[event.id] = event
+        self.events[event_id] = event
         tree.num_events += 1
         if self.arrivals is not None:
-            self.arrivals[event.id] = None
+            self.arrivals[event_id] = None
         if node.active:
             self.num_dispatchable += 1
             if len(node.waiting) == 1:
@@ -135,10 +136,11 @@ class Index:
         """Puts the newest waiting event of an active node in flight and stamps the dispatch clocks of node and tree."""
         self.touch(tree)
         event = node.waiting.pop()
-        self.in_flight[event.id] = event
+        _, event_id, _, _ = event
+        self.in_flight[event_id] = event
         self.num_dispatchable -= 1
         if self.arrivals is not None:
-            del self.arrivals[event.id]
+            del self.arrivals[event_id]
         # Leaving and re-entering the orders under the new clocks keeps the two levels consistent in every case.
         self._withdraw(tree, node)
         if tree.by_dispatch:
@@ -151,15 +153,16 @@ class Index:
 
     def discard(self, event: Event) -> None:
         """Forgets an event, waiting or in flight."""
-        node = self.nodes[event.node]
+        _, event_id, handle, _ = event
+        node = self.nodes[handle]
         tree = self.trees[node.tree]
         self.touch(tree)
-        del self.events[event.id]
+        del self.events[event_id]
         tree.num_events -= 1
-        if self.in_flight.pop(event.id, None) is None:
+        if self.in_flight.pop(event_id, None) is None:
             del node.waiting[bisect_left(node.waiting, event)]
             if self.arrivals is not None:
-                del self.arrivals[event.id]
+                del self.arrivals[event_id]
             if node.active:
                 self.num_dispatchable -= 1
                 if not node.waiting:
@@ -169,8 +172,8 @@ class Index:
     def clear_events(self) -> tuple[int, int]:
         """Forgets all events; returns how many were waiting and in flight."""
         counts = len(self.events) - len(self.in_flight), len(self.in_flight)
-        for event in self.events.values():
-            node = self.nodes[event.node]
+        for _, _, handle, _ in self.events.values():
+            node = self.nodes[handle]
             tree = self.trees[node.tree]
             self.touch(tree)
             node.waiting = []

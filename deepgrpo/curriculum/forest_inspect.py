@@ -3,7 +3,7 @@
 from typing import Any
 
 from deepgrpo.curriculum.forest_index import Index
-from deepgrpo.curriculum.forest_records import Counters, Node, digest, tree_key
+from deepgrpo.curriculum.forest_records import Counters, Event, Node, digest, tree_key
 from deepgrpo.types import Ids
 
 
@@ -149,32 +149,30 @@ def deeper_nodes(index: Index, n: int) -> list[dict[str, Any]]:
 
 def describe(index: Index) -> list[dict[str, Any]]:
     """Trees in insertion order, each with its nodes in creation order and its events in order of arrival."""
-    in_flight: dict[bytes, list] = {}
+    in_flight: dict[bytes, list[Event]] = {}
     for event in index.in_flight.values():
-        in_flight.setdefault(index.nodes[event.node].tree, []).append(event)
+        in_flight.setdefault(index.nodes[event[2]].tree, []).append(event)
     listing = []
     for tree in index.trees.values():
         events = [event for node in tree.nodes for event in node.waiting] + in_flight.get(tree.key, [])
         listing.append(
             {
+                "problem": tree.problem,
                 "created_step": tree.created_step,
                 "last_updated_step": tree.last_updated_step,
                 "last_rollout_sampled_step": tree.rollout_clock,
                 "last_dispatch_step": tree.dispatch_clock,
                 "last_sft_sampled_step": tree.sft_clock,
-                "nodes": [
-                    summary(node) | {"ids": node.ids, "problem": node.problem, "origin": node.origin} for node in tree.nodes
-                ],
+                "nodes": [summary(node) | {"ids": node.ids, "origin": node.origin} for node in tree.nodes],
                 "events": [
                     {
-                        "event": event.id,
-                        "node": event.node,
-                        "created_step": event.step,
-                        "in_flight": event.id in index.in_flight,
-                        "problem": event.problem,
-                        "response_ids": event.response_ids,
+                        "event": event_id,
+                        "node": node,
+                        "created_step": step,
+                        "in_flight": event_id in index.in_flight,
+                        "response_ids": response_ids,
                     }
-                    for event in sorted(events, key=lambda event: event.id)
+                    for step, event_id, node, response_ids in sorted(events, key=lambda event: event[1])
                 ],
             }
         )

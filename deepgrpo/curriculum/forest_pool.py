@@ -25,7 +25,6 @@ from deepgrpo.curriculum.forest_records import (
     Annotation,
     Counters,
     Event,
-    FailedRollout,
     Node,
     Origin,
     SuffixEntry,
@@ -97,29 +96,28 @@ class Forest:
     # ---- observing groups
 
     def observe_root(
-        self, prompt_ids: Ids, k_succ: int, k_total: int, step: int, failed: Sequence[FailedRollout] | None
+        self, problem: Problem, k_succ: int, k_total: int, step: int, failed: Sequence[Ids] | None
     ) -> dict[str, int]:
-        """Takes in a group that started from a plain prompt: `k_succ` of `k_total` rollouts succeeded, `failed` are the others.
+        """Takes in a group that started from a problem's prompt: `k_succ` of `k_total` rollouts succeeded.
 
-        A prompt's first failure makes its tree; a failing root that had retired becomes active again.
+        `failed` holds responses of the others, for the teacher. A prompt's first failure makes its tree, which keeps this
+        `problem`; a failing root that had retired becomes active again. Returns what happened, counted.
         """
         seen = _nothing_seen()
-        if not len(prompt_ids) or k_total <= 0:
+        if not len(problem.prompt_ids) or k_total <= 0:
             return seen
-        key = tree_key(np.asarray(prompt_ids))
+        key = tree_key(problem.prompt_ids)
         with self._lock:
             tree = self._index.trees.get(key)
             if tree is None:
                 if not failed:
                     return seen
-                tree = self._plant(key, own_ids(prompt_ids), failed[0].problem, step)
+                tree = self._plant(key, problem, step)
                 seen["tree_created"] = 1
             self._observe(tree, tree.nodes[0], k_succ, k_total, step, failed, seen, reactivate=True)
         return seen
 
-    def observe_node(
-        self, node: int, k_succ: int, k_total: int, step: int, failed: Sequence[FailedRollout] | None
-    ) -> dict[str, int]:
+    def observe_node(self, node: int, k_succ: int, k_total: int, step: int, failed: Sequence[Ids] | None) -> dict[str, int]:
         """Takes in a group that started from a node of the forest; a retired node ignores it."""
         seen = _nothing_seen()
         with self._lock:
@@ -129,10 +127,10 @@ class Forest:
                 self._observe(tree, found, k_succ, k_total, step, failed, seen, reactivate=False)
         return seen
 
-    def _plant(self, key: bytes, prompt_ids: Ids, problem: Problem, step: int) -> Tree:
-        tree = Tree(key=key, nodes=[], created_step=step, last_updated_step=step)
+    def _plant(self, key: bytes, problem: Problem, step: int) -> Tree:
+        tree = Tree(key, problem, nodes=[], created_step=step, last_updated_step=step)
         self._index.add_tree(tree)
-        self._index.add_node(tree, Node(self._new_node_id(), key, None, prompt_ids, problem, step, origin=None))
+        self._index.add_node(tree, Node(self._new_node_id(), key, None, own_ids(problem.prompt_ids), step, origin=None))
         return tree
 
     def _observe(
@@ -142,7 +140,7 @@ class Forest:
         k_succ: int,
         k_total: int,
         step: int,
-        failed: Sequence[FailedRollout] | None,
+        failed: Sequence[Ids] | None,
         seen: dict[str, int],
         *,
         reactivate: bool,
@@ -162,8 +160,8 @@ class Forest:
             if not node.active:
                 index.set_active(tree, node, True)
                 seen["node_reactivated"] = 1
-            for rollout in failed or ():
-                self._enqueue(tree, node, rollout, step)
+            for response_ids in failed or ():
+                self._enqueue(tree, node, response_ids, step)
                 seen["events_added"] += 1
         elif node.active:
             index.set_active(tree, node, False)
@@ -173,10 +171,10 @@ class Forest:
             if self.drop_retired_events:
                 self._counters.dropped_retired += self._drop_waiting(node)
 
-    def _enqueue(self, tree: Tree, node: Node, rollout: FailedRollout, step: int) -> None:
+    def _enqueue(self, tree: Tree, node: Node, response_ids: Ids, step: int) -> None:
         index, counters = self._index, self._counters
         counters.enqueued += 1
-        event = Event(step, self._next_event, node.id, rollout.problem, own_ids(rollout.response_ids))
+        event = (step, self._next_event, node.id, own_ids(response_ids))
         self._next_event += 1
         if self._full(tree):
             counters.dropped_capacity += 1
@@ -222,7 +220,7 @@ class Forest:
                 tree = index.trees[key]
                 node = index.nodes[tree.by_rollout[0][2]]
                 index.stamp_rollout(tree, node, step, sampled=True)
-                states.append(State(ids=node.ids, problem=node.problem, node=node.id))
+                states.append(State(ids=node.ids, problem=tree.problem, node=node.id))
             return states
 
     def cleanup(self) -> int:
@@ -256,8 +254,8 @@ class Forest:
             for _, _, key in list(islice(index.by_dispatch, max_items)):
                 tree = index.trees[key]
                 node = index.nodes[tree.by_dispatch[0][2]]
-                event = index.launch(tree, node, step)
-                failures.append(Failure(event.id, event.problem, node.ids, event.response_ids, event.step))
+                failed_step, event, _, response_ids = index.launch(tree, node, step)
+                failures.append(Failure(event, tree.problem, node.ids, response_ids, failed_step))
             self._counters.dispatched += len(failures)
             return failures
 
@@ -278,7 +276,8 @@ class Forest:
                 counters.stale += 1
                 return "stale_unknown_event", None
             index.discard(answered)
-            parent = index.nodes[answered.node]
+            _, _, handle, _ = answered
+            parent = index.nodes[handle]
             tree = index.trees[parent.tree]
             if not parent.active:
                 counters.stale_parent_inactive += 1
@@ -308,17 +307,18 @@ class Forest:
         return self.max_model_len is None or len(state_ids) + self.min_remaining_tokens <= self.max_model_len
 
     def _insert(self, tree: Tree, parent: Node, event: Event, annotation: Annotation, step: int) -> int:
-        failed_suffix = event.response_ids[:0] if annotation.failed_suffix_ids is None else annotation.failed_suffix_ids
+        event_step, event_id, _, response_ids = event
+        failed_suffix = response_ids[:0] if annotation.failed_suffix_ids is None else annotation.failed_suffix_ids
         origin = Origin(
-            event=event.id,
-            event_step=event.step,
-            response_ids=event.response_ids,
+            event=event_id,
+            event_step=event_step,
+            response_ids=response_ids,
             failed_suffix_ids=own_ids(failed_suffix),
             suffix_ids=own_ids(annotation.suffix_ids),
             reward=annotation.reward,
         )
         state_ids = own_ids(annotation.state_ids)
-        child = Node(self._new_node_id(), tree.key, parent.id, state_ids, event.problem, step, origin)
+        child = Node(self._new_node_id(), tree.key, parent.id, state_ids, step, origin)
         self._index.add_node(tree, child)
         tree.last_updated_step = step
         self._counters.succeeded += 1
@@ -444,20 +444,24 @@ class Forest:
 
     def state(self, folder: str) -> None:
         """Writes a consistent snapshot; other threads go on meanwhile (`forest_state` has the format)."""
+        writer = forest_state.Writer()
         with self._state_lock:
             with self._lock:
                 self._captures += 1
                 counters = dataclasses.asdict(self._counters) | {"next_node": self._next_node, "next_event": self._next_event}
-                capture = forest_state.Capture(self._captures, self._index)
-                self._index.capture = capture
+                capture = self._index.capture = forest_state.Capture(self._captures, self._index)
             try:
-                while not capture.done:
+                writer.add_events(capture.in_flight, in_flight=True)
+                while True:
                     with self._lock:
-                        capture.advance()
+                        rows = capture.next_slice()
+                    if rows is None:
+                        break
+                    writer.add(rows)
             finally:
                 with self._lock:
                     self._index.capture = None
-        forest_state.write(folder, capture, counters)
+        writer.write(folder, counters)
 
     def restore(self, folder: str) -> None:
         """Replaces the content by a snapshot's; its events in flight wait again.
@@ -495,7 +499,7 @@ def _suffix_entry(tree: Tree, node: Node) -> SuffixEntry:
     return SuffixEntry(
         node=node.id,
         tree=tree.nodes[0].id,
-        problem=node.problem,
+        problem=tree.problem,
         created_step=node.created_step,
         state_ids=node.ids,
         suffix_ids=node.origin.suffix_ids,

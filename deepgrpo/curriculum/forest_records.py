@@ -29,11 +29,6 @@ def own_ids(ids: np.ndarray) -> Ids:
     return as_ids(ids)
 
 
-class FailedRollout(NamedTuple):
-    problem: Problem
-    response_ids: Ids  # int32[len]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Annotation:
     """A teacher's correction as the pool takes it in.
@@ -82,14 +77,10 @@ class Counters:
     nodes_refused: int = 0  # corrections that a full tree refused
 
 
-class Event(NamedTuple):
-    """One failed rollout for the teacher. Immutable; tuples order by (step, id), which is the order of a node's stack."""
-
-    step: int  # that produced the rollout
-    id: int  # creation sequence: never reused
-    node: int  # that the rollout started from
-    problem: Problem
-    response_ids: Ids  # int32[len]
+# One failed rollout for the teacher: (step that produced it, id, node that it started from, response_ids). Ids are a creation
+# sequence and never reused; tuples order by (step, id), which is the order of a node's stack. A plain tuple, not a class: the
+# garbage collector stops following tuples of numbers and arrays, so that a million waiting failures do not slow it down.
+Event = tuple[int, int, int, Ids]
 
 
 class Origin(NamedTuple):
@@ -111,7 +102,6 @@ class Node:
     tree: bytes
     parent: int | None  # None: the root
     ids: Ids  # int32[len], prompt ids followed by the locked prefix
-    problem: Problem
     created_step: int
     origin: Origin | None  # None: the root
 
@@ -125,7 +115,7 @@ class Node:
     last_success_step: int = NEVER
     last_fail_step: int = NEVER
     sft_updates: int = 0
-    children: list[int] = dataclasses.field(default_factory=list)
+    children: tuple[int, ...] = ()  # in creation order
     waiting: list[Event] = dataclasses.field(default_factory=list)  # ascending; the teacher is given the last
 
     def order(self, clock: int) -> Order:
@@ -137,6 +127,7 @@ class Tree:
     """All states of one prompt. `nodes[0]` is the root; nodes are in creation order and are never removed one by one."""
 
     key: bytes
+    problem: Problem  # its prompt_ids are the root's ids
     nodes: list[Node]
     created_step: int
     last_updated_step: int

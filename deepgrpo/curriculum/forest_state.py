@@ -4,21 +4,23 @@ Files (`np.load` and a text editor open them; equal content gives equal bytes):
 
     curriculum.json   pool type, format version, cumulative counters, the next handles
     trees.npz         one row a tree, in insertion order; its `num_nodes` rows of nodes.npz are adjacent, the root first
-    nodes.npz         one row a node; `parent` is -1 for a root; `problem` is a row of problems; `origin_*` say which failed
-                      rollout and which correction made the node (empty for a root; `origin_reward` is NaN if there is none)
-    events.npz        one row a failed rollout: `id`, `node` that it started from, `step`, `problem`, `in_flight`
-    problems.jsonl    one row a distinct problem: the data set's row, without its tokens
-    problems.npz      its `prompt_ids`
+    problems.json     the data set's row of each tree, but for its tokens: these are the root's `ids`
+    nodes.npz         one row a node; `parent` is -1 for a root; `origin_*` say which failed rollout and which correction made
+                      the node (empty for a root; `origin_reward` is NaN if there is none)
+    events.npz        one row a failed rollout: `id`, `node` that it started from, `step`, `response_ids`, `in_flight`
 
 A column of token lists is stored as `<name>` (all ids, concatenated) and `<name>_offsets` (row i is [offsets[i], offsets[i+1])).
 """
 
+import contextlib
 import dataclasses
+import gc
+import itertools
 import json
 import math
 import pathlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from deepgrpo.curriculum.header import read_header, write_header
 from deepgrpo.types import Ids, Problem
 
 POOL, VERSION = "forest", 1
-_SLICE = 2000  # trees, nodes and events copied under one hold of the lock: 1-2 ms
+_SLICE = 2000  # trees, nodes and events copied under one hold of the lock: about 1 ms
 
 _TREE_COLUMNS = ("created_step", "last_updated_step", "rollout_clock", "dispatch_clock", "sft_clock", "num_nodes")
 _NODE_COLUMNS = (  # what can change after a node's creation
@@ -47,10 +49,11 @@ _NODE_COLUMNS = (  # what can change after a node's creation
 
 
 @dataclasses.dataclass
-class _Rows:
-    """Copied content. Flat arrays, because a million small tuples would set off the garbage collector inside the lock."""
+class Rows:
+    """Copied trees. Flat arrays and few lists: many small objects would set off the garbage collector inside the lock."""
 
     trees: array = dataclasses.field(default_factory=lambda: array("q"))  # len(_TREE_COLUMNS) numbers a tree
+    problems: list[Problem] = dataclasses.field(default_factory=list)  # one a tree
     nodes: array = dataclasses.field(default_factory=lambda: array("q"))  # len(_NODE_COLUMNS) numbers a node
     node_records: list[Node] = dataclasses.field(default_factory=list)  # only their constant fields are read later
     waiting: list[Event] = dataclasses.field(default_factory=list)
@@ -58,6 +61,7 @@ class _Rows:
     def add(self, tree: Tree) -> None:
         clocks = tree.rollout_clock, tree.dispatch_clock, tree.sft_clock
         self.trees.extend((tree.created_step, tree.last_updated_step, *clocks, len(tree.nodes)))
+        self.problems.append(tree.problem)
         for node in tree.nodes:
             counts = node.last_k_succ or 0, node.last_k_total or 0  # None iff there is no observation
             clocks = node.rollout_clock, node.dispatch_clock, node.sft_clock
@@ -66,8 +70,9 @@ class _Rows:
             self.waiting += node.waiting
         self.node_records += tree.nodes
 
-    def extend(self, other: "_Rows") -> None:
+    def extend(self, other: "Rows") -> None:
         self.trees += other.trees
+        self.problems += other.problems
         self.nodes += other.nodes
         self.node_records += other.node_records
         self.waiting += other.waiting
@@ -82,27 +87,23 @@ class Capture:
 
     def __init__(self, number: int, index: Index):
         self.number = number
-        self.rows = _Rows()
         self.in_flight = [index.in_flight[i] for i in sorted(index.in_flight)]
         self._trees = list(index.trees.values())
         self._next = 0
-        self._kept: dict[Tree, _Rows] = {}
-
-    @property
-    def done(self) -> bool:
-        return self._next == len(self._trees)
+        self._kept: dict[Tree, Rows] = {}
 
     def keep(self, tree: Tree) -> None:
         """Copies a tree ahead of its turn."""
         tree.captured = self.number
-        self._kept[tree] = rows = _Rows()
+        self._kept[tree] = rows = Rows()
         rows.add(tree)
 
-    def advance(self) -> None:
-        """Copies the next slice."""
-        rows = self.rows
-        size = 0
-        while size < _SLICE and not self.done:
+    def next_slice(self) -> Rows | None:
+        """Copies further trees; None: all are copied."""
+        if self._next == len(self._trees):
+            return None
+        rows, size = Rows(), 0
+        while size < _SLICE and self._next < len(self._trees):
             tree = self._trees[self._next]
             self._next += 1
             if tree.captured == self.number:
@@ -111,104 +112,112 @@ class Capture:
                 tree.captured = self.number
                 rows.add(tree)
             size += 1 + len(tree.nodes) + tree.num_events
+        return rows
 
 
-class _Problems:
-    """Numbers distinct problems in order of first use; equality is of content, so that a restored forest numbers them alike."""
+class Writer:
+    """Turns slices into columns as they come, outside the lock, and writes the files at the end.
+
+    Nothing lists all records at once: the collector would walk over such a new list in whichever thread it is set off, maybe one
+    that holds the forest's lock.
+    """
 
     def __init__(self):
-        self.lines: list[str] = []
-        self.prompt_ids: list[Ids] = []
-        self._by_identity: dict[int, int] = {}
-        self._by_content: dict[tuple[str, bytes], int] = {}
-        self._encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
+        self._trees, self._nodes, self._events = _Table(), _Table(), _Table()
+        self._problems: list[str] = []  # JSON rows, many to a string
+        self._encode = json.JSONEncoder(separators=(",\n", ": ")).encode
+        self.add(Rows())  # an empty forest has all columns, too
 
-    def numbers(self, problems: Sequence[Problem]) -> np.ndarray:
-        """int32[len]; the problems must stay alive while this object is used."""
-        known = self._by_identity
-        for problem in problems:
-            if id(problem) not in known:
-                known[id(problem)] = self._number(problem)
-        return np.fromiter((known[id(problem)] for problem in problems), np.int32, len(problems))
+    def add(self, rows: Rows) -> None:
+        self._trees.add_numbers(_TREE_COLUMNS, np.frombuffer(rows.trees, np.int64).reshape(-1, len(_TREE_COLUMNS)))
+        self._nodes.add_numbers(_NODE_COLUMNS, np.frombuffer(rows.nodes, np.int64).reshape(-1, len(_NODE_COLUMNS)))
+        self._add_nodes(rows.node_records)
+        self.add_events(rows.waiting, in_flight=False)
+        self._add_problems([_problem_row(problem) for problem in rows.problems])
 
-    def _number(self, problem: Problem) -> int:
+    def _add_nodes(self, nodes: Sequence[Node]) -> None:
+        nothing = Origin(-1, -1, *[np.zeros(0, np.int32)] * 3, reward=None)
+        origins = [node.origin or nothing for node in nodes]
+        table = self._nodes
+        table.add("id", np.array([node.id for node in nodes], np.int64))
+        table.add("parent", np.array([-1 if node.parent is None else node.parent for node in nodes], np.int64))
+        table.add("created_step", np.array([node.created_step for node in nodes], np.int64))
+        table.add_lists("ids", [node.ids for node in nodes])
+        table.add("origin_event", np.array([origin.event for origin in origins], np.int64))
+        table.add("origin_step", np.array([origin.event_step for origin in origins], np.int64))
+        rewards = [math.nan if origin.reward is None else origin.reward for origin in origins]
+        table.add("origin_reward", np.array(rewards, np.float64))
+        table.add_lists("origin_response_ids", [origin.response_ids for origin in origins])
+        table.add_lists("origin_failed_suffix_ids", [origin.failed_suffix_ids for origin in origins])
+        table.add_lists("origin_suffix_ids", [origin.suffix_ids for origin in origins])
+
+    def add_events(self, events: Sequence[Event], *, in_flight: bool) -> None:
+        numbers = [event[:3] for event in events]
+        self._events.add_numbers(("step", "id", "node"), np.array(numbers, np.int64).reshape(-1, 3))
+        self._events.add("in_flight", np.full(len(events), in_flight))
+        self._events.add_lists("response_ids", [event[3] for event in events])
+
+    def _add_problems(self, rows: list[dict[str, Any]]) -> None:
         try:
-            line = self._encode(
-                {
-                    "index": problem.index,
-                    "data_source": problem.data_source,
-                    "ground_truth": problem.ground_truth,
-                    "question": problem.question,
-                    "extra": dict(problem.extra),
-                }
-            )
-        except TypeError as error:
-            raise ValueError(
-                f"problem {problem.index} of {problem.data_source!r} cannot be saved: not JSON-serialisable ({error})"
-            ) from error
-        content = line, problem.prompt_ids.tobytes()
-        number = self._by_content.get(content)
-        if number is None:
-            number = self._by_content[content] = len(self.lines)
-            self.lines.append(line)
-            self.prompt_ids.append(problem.prompt_ids)
-        return number
+            text = self._encode(rows)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"problems must be JSON-serialisable to be saved, but {_unserialisable(rows)} is not") from error
+        if rows:
+            self._problems.append(text[1:-1])
+
+    def write(self, folder: str, counters: dict[str, int]) -> None:
+        path = pathlib.Path(folder)
+        self._trees.save(path / "trees.npz")
+        self._nodes.save(path / "nodes.npz")
+        self._events.save(path / "events.npz")
+        (path / "problems.json").write_text("[" + ",\n".join(self._problems) + "]\n", encoding="utf-8")
+        write_header(folder, POOL, VERSION, {"counters": counters})
 
 
-def write(folder: str, capture: Capture, counters: dict[str, int]) -> None:
-    """Writes a finished capture; needs no lock."""
-    path, rows, problems = pathlib.Path(folder), capture.rows, _Problems()
-    trees = np.frombuffer(rows.trees, np.int64).reshape(-1, len(_TREE_COLUMNS))
-    np.savez(path / "trees.npz", **{name: trees[:, i] for i, name in enumerate(_TREE_COLUMNS)})
-    np.savez(path / "nodes.npz", **_node_columns(rows, problems))
-    np.savez(path / "events.npz", **_event_columns(rows.waiting, capture.in_flight, problems))
-    np.savez(path / "problems.npz", **_ragged("prompt_ids", problems.prompt_ids))
-    (path / "problems.jsonl").write_text("".join(line + "\n" for line in problems.lines), encoding="utf-8")
-    write_header(folder, POOL, VERSION, {"counters": counters})
+class _Table:
+    """Columns that grow by pieces."""
+
+    def __init__(self):
+        self._pieces: dict[str, list[np.ndarray]] = {}
+
+    def add(self, name: str, piece: np.ndarray) -> None:
+        self._pieces.setdefault(name, []).append(piece)
+
+    def add_numbers(self, names: Sequence[str], rows: np.ndarray) -> None:
+        for i, name in enumerate(names):
+            self.add(name, rows[:, i])
+
+    def add_lists(self, name: str, lists: Sequence[Ids]) -> None:
+        self.add(name, np.concatenate(lists) if lists else np.zeros(0, np.int32))
+        self.add(f"{name}_offsets", np.fromiter(map(len, lists), np.int64, len(lists)))  # lengths, until `save`
+
+    def save(self, path: pathlib.Path) -> None:
+        columns = {name: np.concatenate(pieces) for name, pieces in self._pieces.items()}
+        for name in columns:
+            if name.endswith("_offsets"):
+                columns[name] = np.concatenate([[0], np.cumsum(columns[name])])
+        np.savez(path, **columns)
 
 
-def _node_columns(rows: _Rows, problems: _Problems) -> dict[str, np.ndarray]:
-    records = rows.node_records
-    changing = np.frombuffer(rows.nodes, np.int64).reshape(-1, len(_NODE_COLUMNS))
-    nothing = Origin(-1, -1, *[np.zeros(0, np.int32)] * 3, reward=None)
-    origins = [node.origin or nothing for node in records]
+def _problem_row(problem: Problem) -> dict[str, Any]:
     return {
-        "id": _ints([node.id for node in records]),
-        "parent": _ints([-1 if node.parent is None else node.parent for node in records]),
-        "created_step": _ints([node.created_step for node in records]),
-        "problem": problems.numbers([node.problem for node in records]),
-        **{name: changing[:, i] for i, name in enumerate(_NODE_COLUMNS)},
-        "origin_event": _ints([origin.event for origin in origins]),
-        "origin_step": _ints([origin.event_step for origin in origins]),
-        "origin_reward": np.array([math.nan if origin.reward is None else origin.reward for origin in origins], np.float64),
-        **_ragged("ids", [node.ids for node in records]),
-        **_ragged("origin_response_ids", [origin.response_ids for origin in origins]),
-        **_ragged("origin_failed_suffix_ids", [origin.failed_suffix_ids for origin in origins]),
-        **_ragged("origin_suffix_ids", [origin.suffix_ids for origin in origins]),
+        "index": problem.index,
+        "data_source": problem.data_source,
+        "ground_truth": problem.ground_truth,
+        "question": problem.question,
+        "extra": dict(problem.extra),
     }
 
 
-def _event_columns(waiting: list[Event], in_flight: list[Event], problems: _Problems) -> dict[str, np.ndarray]:
-    events = waiting + in_flight
-    steps, ids, nodes, event_problems, responses = zip(*events, strict=True) if events else ((),) * 5
-    return {
-        "id": _ints(ids),
-        "node": _ints(nodes),
-        "step": _ints(steps),
-        "problem": problems.numbers(event_problems),
-        "in_flight": np.arange(len(events)) >= len(waiting),
-        **_ragged("response_ids", responses),
-    }
-
-
-def _ints(values: Sequence[int]) -> np.ndarray:
-    return np.array(values, np.int64)
-
-
-def _ragged(name: str, lists: Sequence[Ids]) -> dict[str, np.ndarray]:
-    offsets = np.zeros(len(lists) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, lists), np.int64, len(lists)), out=offsets[1:])
-    return {name: np.concatenate(lists) if len(lists) else np.zeros(0, np.int32), f"{name}_offsets": offsets}
+def _unserialisable(rows: list[dict[str, Any]]) -> str:
+    """Names the first row and field that JSON cannot hold."""
+    for row in rows:
+        for name, value in row.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                return f"{name}={value!r} of row {row['index']} of {row['data_source']!r}"
+    raise AssertionError("every field can be encoded by itself")
 
 
 def read(folder: str, index: Index) -> dict[str, int]:
@@ -218,66 +227,67 @@ def read(folder: str, index: Index) -> dict[str, int]:
       ValueError: the folder's pool type or format version is another one.
     """
     header = read_header(folder, POOL, VERSION)
-    path = pathlib.Path(folder)
-    problems = _read_problems(path)
-    trees, nodes, events = (_Columns(path / f"{name}.npz") for name in ("trees", "nodes", "events"))
-    parent, observations, updates = nodes.ints("parent"), nodes.ints("observations"), nodes.ints("sft_updates")
-    k_succ, k_total = nodes.ints("last_k_succ"), nodes.ints("last_k_total")
-    make_node = _node_reader(nodes, problems)
-    row = 0
-    for created, updated, rollout, dispatch, sft, size in zip(*map(trees.ints, _TREE_COLUMNS), strict=True):
-        key = tree_key(nodes.ids("ids", row))
-        tree = Tree(key, [], created, updated, rollout, dispatch, sft)
-        index.add_tree(tree)
-        for i in range(row, row + size):
-            node = make_node(i, key, None if parent[i] < 0 else parent[i])
-            index.add_node(tree, node)
-            if observations[i]:
-                index.set_counts(tree, node, k_succ[i], k_total[i])
-            index.add_sft_updates(tree, node, updates[i])
-        row += size
-    for i in np.argsort(events["id"], kind="stable").tolist():  # order of arrival
-        node = index.nodes[int(events["node"][i])]
-        event = Event(
-            int(events["step"][i]), int(events["id"][i]), node.id, problems[events["problem"][i]], events.ids("response_ids", i)
-        )
-        index.push(index.trees[node.tree], node, event)
+    with _collector_paused():
+        _fill(index, pathlib.Path(folder))
     return header["counters"]
 
 
-def _node_reader(nodes: "_Columns", problems: list[Problem]) -> Callable[[int, bytes, int | None], Node]:
-    """Returns a function that makes the node of a row, but for the counts that the index adds up."""
-    names = ("id", "created_step", "problem", "active", "observations", "rollout_clock", "dispatch_clock", "sft_clock")
-    names += ("last_success_step", "last_fail_step", "origin_event", "origin_step")
-    columns = [nodes.ints(name) for name in names]
-    rewards = nodes["origin_reward"].tolist()
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Millions of objects are made and none is garbage: the collector would walk over them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
-    def make(i: int, key: bytes, parent: int | None) -> Node:
-        handle, created, problem, active, observations, rollout, dispatch, sft, success, fail, event, step = (
-            column[i] for column in columns
-        )
-        origin = None
-        if parent is not None:
-            lists = (nodes.ids(f"origin_{name}", i) for name in ("response_ids", "failed_suffix_ids", "suffix_ids"))
-            origin = Origin(event, step, *lists, reward=None if math.isnan(rewards[i]) else rewards[i])
-        return Node(
-            id=handle,
-            tree=key,
-            parent=parent,
-            ids=nodes.ids("ids", i),
-            problem=problems[problem],
-            created_step=created,
-            origin=origin,
-            active=bool(active),
-            observations=observations,
-            rollout_clock=rollout,
-            dispatch_clock=dispatch,
-            sft_clock=sft,
-            last_success_step=success,
-            last_fail_step=fail,
-        )
 
-    return make
+def _fill(index: Index, path: pathlib.Path) -> None:
+    trees, events = _Columns(path / "trees.npz"), _Columns(path / "events.npz")
+    nodes = _read_nodes(_Columns(path / "nodes.npz"))
+    problems = json.loads((path / "problems.json").read_text(encoding="utf-8"))
+    for problem, *clocks, size in zip(problems, *map(trees.ints, _TREE_COLUMNS), strict=True):
+        _add_tree(index, problem, clocks, [next(nodes) for _ in range(size)])
+    rows = zip(*map(events.ints, ("step", "id", "node")), events.lists("response_ids"), strict=True)
+    for event in sorted(rows, key=lambda event: event[1]):  # order of arrival
+        node = index.nodes[event[2]]
+        index.push(index.trees[node.tree], node, event)
+
+
+def _add_tree(index: Index, row: dict[str, Any], clocks: list[int], nodes: list[tuple[Node, dict[str, int]]]) -> None:
+    """Adds a tree by the index's own transitions, which rebuild all orders and totals."""
+    root_ids = nodes[0][0].ids
+    tree = Tree(tree_key(root_ids), Problem(prompt_ids=root_ids, **row), [], *clocks)
+    index.add_tree(tree)
+    for node, counts in nodes:
+        node.tree = tree.key
+        index.add_node(tree, node)
+        if node.observations:
+            index.set_counts(tree, node, counts["last_k_succ"], counts["last_k_total"])
+        index.add_sft_updates(tree, node, counts["sft_updates"])
+
+
+def _read_nodes(columns: "_Columns") -> Iterator[tuple[Node, dict[str, int]]]:
+    """Yields each node, still without its tree, and those of its counts that the index adds up."""
+    counts = ("last_k_succ", "last_k_total", "sft_updates")
+    constant, origin = ("id", "parent", "created_step"), ("origin_event", "origin_step")
+    changing = tuple(name for name in _NODE_COLUMNS if name not in counts)
+    names = constant + origin + changing + counts
+    lists = ("ids", "origin_response_ids", "origin_failed_suffix_ids", "origin_suffix_ids")
+    rewards = columns["origin_reward"].tolist()
+    for ids, response, failed, suffix, reward, *numbers in zip(
+        *map(columns.lists, lists), rewards, *map(columns.ints, names), strict=True
+    ):
+        row = dict(zip(names, numbers, strict=True))
+        root = row["parent"] < 0
+        made = Origin(row["origin_event"], row["origin_step"], response, failed, suffix, None if math.isnan(reward) else reward)
+        node = Node(row["id"], b"", None if root else row["parent"], ids, row["created_step"], None if root else made)
+        for name in changing:
+            setattr(node, name, row[name])
+        node.active = bool(row["active"])
+        yield node, row
 
 
 class _Columns:
@@ -293,16 +303,10 @@ class _Columns:
     def ints(self, name: str) -> list[int]:
         return self._arrays[name].tolist()
 
-    def ids(self, name: str, row: int) -> Ids:
-        """Row `row` of a column of token lists, as a buffer of its own: a view would keep the whole file in memory."""
-        offsets = self._arrays[f"{name}_offsets"]
-        ids = self._arrays[name][offsets[row] : offsets[row + 1]].copy()
-        ids.flags.writeable = False
-        return ids
-
-
-def _read_problems(path: pathlib.Path) -> list[Problem]:
-    columns = _Columns(path / "problems.npz")
-    with open(path / "problems.jsonl", encoding="utf-8") as lines:
-        rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    return [Problem(prompt_ids=columns.ids("prompt_ids", i), **row) for i, row in enumerate(rows)]
+    def lists(self, name: str) -> Iterator[Ids]:
+        """A column of token lists, each as a buffer of its own: a view would keep the whole file in memory."""
+        values, offsets = self._arrays[name], self._arrays[f"{name}_offsets"].tolist()
+        for start, stop in itertools.pairwise(offsets):
+            ids = values[start:stop].copy()
+            ids.flags.writeable = False
+            yield ids

@@ -5,19 +5,20 @@ import tempfile
 import numpy as np
 
 from deepgrpo.curriculum.forest_pool import Forest
-from deepgrpo.curriculum.forest_records import Annotation, FailedRollout
+from deepgrpo.curriculum.forest_records import Annotation
 from deepgrpo.types import Problem, as_ids
 
 UNKNOWN = -1  # a handle that no pool gives out
 
 
 class Replay:
-    """One scenario. Failed rollouts carry their label in their problem; events are numbered in the order they are enqueued."""
+    """One scenario. Labels of failed rollouts are mapped to events, which are numbered in the order they are enqueued."""
 
     def __init__(self, config: dict):
         self.config = config
         self.pool = Forest(**config)
         self.events: dict[str, int] = {}
+        self.labels: dict[int, str] = {}
 
     def run(self, ops: list[dict], stat_keys: list[str] | None) -> None:
         """Applies the operations in order; asserts each result, and the statistics after each operation."""
@@ -42,26 +43,21 @@ class Replay:
         found = self.pool.find(tree, node)
         return UNKNOWN if found is None else found
 
-    def _failed(self, prompt, failed) -> list[FailedRollout] | None:
-        if failed is None:
-            return None
-        rows = [(Problem(0, "trace", as_ids(prompt), "", "", {"event": f["event"]}), as_ids(f["response_ids"])) for f in failed]
-        return [FailedRollout(*row) for row in rows]
-
     def _enqueued(self, failed, counts: dict[str, int]) -> dict[str, int]:
         before = self.pool.metrics()["forest_pool/events_enqueued"] - counts["events_added"]
         for offset in range(counts["events_added"]):
-            self.events[failed[offset]["event"]] = before + offset
+            label = failed[offset]["event"]
+            self.events[label], self.labels[before + offset] = before + offset, label
         return counts
 
     def observe_root(self, prompt, k_succ, k_total, step, failed):
-        counts = self.pool.observe_root(as_ids(prompt), k_succ, k_total, step, self._failed(prompt, failed))
+        problem = Problem(0, "trace", as_ids(prompt), "", "")
+        counts = self.pool.observe_root(problem, k_succ, k_total, step, _responses(failed))
         return self._enqueued(failed, counts)
 
     def observe_node(self, tree, node, k_succ, k_total, step, failed):
-        return self._enqueued(
-            failed, self.pool.observe_node(self._find(tree, node), k_succ, k_total, step, self._failed(tree, failed))
-        )
+        counts = self.pool.observe_node(self._find(tree, node), k_succ, k_total, step, _responses(failed))
+        return self._enqueued(failed, counts)
 
     def sample_rollout(self, n, step):
         states = self.pool.sample_rollout(n, step)
@@ -70,7 +66,7 @@ class Replay:
     def dispatch_teacher(self, max_items, step):
         return [
             {
-                "event": failure.problem.extra["event"],
+                "event": self.labels[failure.event],
                 "tree": failure.problem.prompt_ids.tolist(),
                 "parent": failure.state_ids.tolist(),
                 "created_step": failure.step,
@@ -135,37 +131,40 @@ class Replay:
         return context | named | {"success_rate": rate}
 
     def snapshot(self):
-        return [_tree_listing(tree) for tree in self.pool.describe()]
+        return [self._tree_listing(tree) for tree in self.pool.describe()]
 
-
-def _tree_listing(tree: dict) -> dict:
-    """A tree of `Forest.describe` in the trace's words. The agent's name and the number of turns are not the pool's business."""
-    ids = {node["node"]: node["ids"].tolist() for node in tree["nodes"]}
-    kept = ("active", "created_step", "observations", "last_k_succ", "last_k_total", "last_rollout_step", "last_success_step")
-    kept += ("last_fail_step", "last_dispatch_step", "last_sft_step", "sft_updates")
-    nodes = []
-    for node in tree["nodes"]:
-        if node["origin"] is not None:
-            assert np.array_equal(node["ids"][: len(ids[node["parent"]])], ids[node["parent"]])
-        nodes.append(
+    def _tree_listing(self, tree: dict) -> dict:
+        """A tree of `Forest.describe` in the trace's words. Agent names and numbers of turns are not the pool's business."""
+        ids = {node["node"]: node["ids"].tolist() for node in tree["nodes"]}
+        kept = ("active", "created_step", "observations", "last_k_succ", "last_k_total", "last_rollout_step", "last_success_step")
+        kept += ("last_fail_step", "last_dispatch_step", "last_sft_step", "sft_updates")
+        nodes = []
+        for node in tree["nodes"]:
+            if node["origin"] is not None:
+                assert np.array_equal(node["ids"][: len(ids[node["parent"]])], ids[node["parent"]])
+            nodes.append(
+                {
+                    "node": ids[node["node"]],
+                    "parent": None if node["parent"] is None else ids[node["parent"]],
+                    "children": [ids[child] for child in node["children"]],
+                    "teacher_suffix_ids": None if node["origin"] is None else node["origin"].suffix_ids.tolist(),
+                    "num_turns": 1.0,
+                    "agent_name": "ag",
+                }
+                | {name: node[name] for name in kept}
+            )
+        events = [
             {
-                "node": ids[node["node"]],
-                "parent": None if node["parent"] is None else ids[node["parent"]],
-                "children": [ids[child] for child in node["children"]],
-                "teacher_suffix_ids": None if node["origin"] is None else node["origin"].suffix_ids.tolist(),
-                "num_turns": 1.0,
-                "agent_name": "ag",
+                "event": self.labels[event["event"]],
+                "parent": ids[event["node"]],
+                "created_step": event["created_step"],
+                "in_flight": event["in_flight"],
             }
-            | {name: node[name] for name in kept}
-        )
-    events = [
-        {
-            "event": event["problem"].extra["event"],
-            "parent": ids[event["node"]],
-            "created_step": event["created_step"],
-            "in_flight": event["in_flight"],
-        }
-        for event in tree["events"]
-    ]
-    clocks = ("created_step", "last_updated_step", "last_rollout_sampled_step", "last_dispatch_step", "last_sft_sampled_step")
-    return {"tree": ids[tree["nodes"][0]["node"]], "nodes": nodes, "events": events} | {name: tree[name] for name in clocks}
+            for event in tree["events"]
+        ]
+        clocks = ("created_step", "last_updated_step", "last_rollout_sampled_step", "last_dispatch_step", "last_sft_sampled_step")
+        return {"tree": ids[tree["nodes"][0]["node"]], "nodes": nodes, "events": events} | {name: tree[name] for name in clocks}
+
+
+def _responses(failed):
+    return None if failed is None else [as_ids(rollout["response_ids"]) for rollout in failed]

@@ -26,7 +26,8 @@ class Codec:
     def __init__(self, tokenizer: Any):
         """`tokenizer`: a `transformers` tokenizer that nothing else uses."""
         self._tokenizer = tokenizer
-        self.special_ids = frozenset(tokenizer.all_special_ids)
+        added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}  # more than the named ones
+        self.special_ids = frozenset(tokenizer.all_special_ids) | added
         self.eos_token_id = getattr(tokenizer, "eos_token_id", None)
 
     def encode(self, text: str) -> list[int]:

@@ -114,6 +114,7 @@ def test_cut_never_halves_a_character():
 
 
 def test_special_tokens_and_lossy_texts_are_refused():
+    assert CODEC.special_ids == {0, 1, 2}, "those without a role, too"
     student = as_ids(CODEC.encode("a = 1"))
     assert splice_text(CODEC, student, "a = 2<|im_end|>", 0, [STOP], OPEN).reason == "special_in_suffix"
     assert splice_text(CODEC, student, "a = 1", 0, [STOP], OPEN).reason == "empty_suffix"

@@ -33,6 +33,5 @@ def byte_level_codec() -> Codec:
         tokenizer_object=tokenizers.Tokenizer.from_str(_trained()),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
     )
     return Codec(tokenizer)

@@ -82,6 +82,8 @@ def _match(key: Form, answer: Form, rules: Rules) -> bool:
         alike = isinstance(answer, Brackets) and (key.opening, key.closing) == (answer.opening, answer.closing)
         if (alike or tuple_alike) and _match_all(key.parts, answer.parts, rules):
             return True
+    if isinstance(key, Items) and isinstance(answer, Brackets) and answer.opening + answer.closing == "()":  # x=2, y=3 as (2,3)
+        return all(isinstance(part, Relation) for part in key.parts) and _match_all(key.parts, answer.parts, rules)
     if isinstance(key, Sets) and isinstance(answer, Sets) and set(key.operators) == set(answer.operators) == {"\\cup"}:
         if _match_items(key.parts, answer.parts, rules):
             return True
@@ -151,11 +153,16 @@ def _equal_text(key: str, answer: str) -> bool:
 #### Leaves
 
 
+_NUMERALS = {
+    word: str(number) for number, word in enumerate("zero one two three four five six seven eight nine ten eleven twelve".split())
+}
+
+
 def _match_leaf(key: Value | Words | Numeral, answer: Value | Words | Numeral, rules: Rules) -> bool:
     if isinstance(key, Numeral) or isinstance(answer, Numeral):
         return _match_numeral(key, answer, rules)
     if isinstance(key, Words) or isinstance(answer, Words):
-        left, right = (f.text if isinstance(f, Words) else plain_words(f.quantity.body) for f in (key, answer))
+        left, right = (_NUMERALS.get(text, text) for text in (_words(key), _words(answer)))
         return left == right != ""
     k, a = key.quantity, answer.quantity
     if k.unit and a.unit and k.unit != a.unit:
@@ -177,6 +184,10 @@ def _match_leaf(key: Value | Words | Numeral, answer: Value | Words | Numeral, r
         return _match_value(_scaled(tree, k.scale), _scaled(expression.parse(right), a.scale), k.percent, a.percent, left, rules)
     except ParseError:
         return False
+
+
+def _words(form: Value | Words) -> str:
+    return form.text if isinstance(form, Words) else plain_words(form.quantity.body)
 
 
 def _match_value(key, answer, key_percent: bool, answer_percent: bool, key_text: str, rules: Rules) -> bool:

@@ -155,7 +155,7 @@ def _single(text: str, nesting: int) -> Form:
         base = _BASES.get(numeral.group(2)) or (int(numeral.group(2)) if numeral.group(2).isdigit() else 0)
         if 2 <= base <= 36:
             return Numeral(numeral.group(1), base)
-    if label := _LABEL.match(text):
+    if (label := _LABEL.match(text)) and not re.search(r"\b(?:not|no|never)\b", label.group()):
         return parse(text[label.end() :], nesting + 1)
     return Value(quantity(text))
 
@@ -290,6 +290,8 @@ def _relation(sides: list[str], operators: list[str], nesting: int) -> Form:
     if "\\in" in operators:  # membership: what it is a member of
         return parse(sides[operators.index("\\in") + 1], nesting + 1)
     if not sides[0]:
+        if operators[0] not in _APPROXIMATE:  # "> 7" is not 7
+            return Value(Quantity("".join(part + operator for part, operator in zip(sides, [*operators, ""], strict=True))))
         sides, operators = sides[1:], operators[1:]
     rough = next((i for i, operator in enumerate(operators) if operator in _APPROXIMATE), None)
     if rough is not None:  # the exact value stands before the approximation

@@ -86,6 +86,7 @@ _RENAMED = {
     **{"neq": "\\ne", "lt": "<", "gt": ">", "lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]", "lvert": "|"},
     **{"rvert": "|", "vert": "|", "cdotp": "\\cdot", "ast": "*", "prime": "'", "colon": ":", "backslash": "\\setminus"},
     **{"smallsetminus": "\\setminus", "langle": "(", "rangle": ")", "tg": "\\tan", "ctg": "\\cot", "AA": "Angstrom"},
+    "varnothing": "\\emptyset",
     **dict.fromkeys(
         "left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr displaystyle textstyle limits".split(), ""
     ),
@@ -115,6 +116,8 @@ def clean(raw: str) -> str:
     text = re.sub(r"\\[,;: ]|~", " ", text)
     text = _COLOR.sub("", text)
     text = re.sub(r"\\d?frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}", _repeating, text)
+    text = re.sub(r"(?<![\d.,/])(\d+) (\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}", text)  # 7 1/2
     text = _COMMAND.sub(lambda m: _rename(m), text)
     text = _mark_text(text)
     text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)", r"\\degree ", text)
@@ -129,6 +132,13 @@ def clean_lines(text: str) -> str:
     text = "\n".join(_ascii(line) for line in text.split("\n"))
     text = re.sub(r"\{,\}|,\\!", ",", text)
     return re.sub(r"\\?\$|\*\*|\\[,;!]", "", text)
+
+
+def _repeating(match: re.Match) -> str:
+    """A repeating decimal as a fraction: 0.1\\overline{6} is (16 - 1) / 90."""
+    whole, fixed, repeated = match.groups()
+    top = int((whole or "0") + fixed + repeated) - int((whole or "0") + fixed)
+    return f"\\frac{{{top}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}" if len(match.group()) < 200 else match.group()
 
 
 def _primed(match: re.Match) -> str:

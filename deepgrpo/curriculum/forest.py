@@ -77,11 +77,11 @@ class ForestCurriculum:
         for group, k_succ, k_total in judged:
             if group.prompt.injected:
                 counts = self.pool.observe_node(group.prompt.node, k_succ, k_total, step, self._to_teacher(group))
-                _add(seen, counts)
+                seen["observations_recorded"] += counts["observations_recorded"]
+                seen["events_added"] += counts["events_added"]
                 seen["nodes_retired"] += counts["node_retired"]
         for root in self._root_groups(judged):
             counts = self.pool.observe_root(root.problem, root.k_succ, root.k_total, step, root.failed or None)
-            _add(seen, counts)
             seen["root_groups_seen"] += 1
             seen["root_fail_groups" if root.k_succ < root.k_total else "root_success_groups"] += 1
             seen["root_events_added"] += counts["events_added"]
@@ -165,11 +165,6 @@ def create(config: ml_collections.ConfigDict) -> ForestCurriculum:
 def _check_step(step: int) -> None:
     if step < 0:
         raise ValueError(f"step must be >= 0 (-1 means never), got {step}")
-
-
-def _add(seen: dict[str, int], counts: Mapping[str, int]) -> None:
-    for name in ("observations_recorded", "events_added"):
-        seen[name] += counts[name]
 
 
 def _longest_right_prefix(group: Group, failures: Sequence[Rollout]) -> Rollout:

@@ -11,7 +11,8 @@ from deepgrpo.rollout.engine import Engine, Sampling
 class Setting:
     """The parties of a loop.
 
-    tokenizer: private to the thread that runs the loop. seed: the run's. grading_deadline: seconds that a whole call may wait for verdicts.
+    tokenizer: private to the thread that runs the loop. seed: the run's.
+    grading_deadline: seconds that a whole call may wait for verdicts.
     """
 
     engine: Engine
@@ -20,3 +21,8 @@ class Setting:
     sampling: Sampling
     seed: int
     grading_deadline: float
+
+
+def with_sampling(setting: Setting, **changes) -> Setting:
+    """The same parties under another sampled distribution (validation)."""
+    return dataclasses.replace(setting, sampling=dataclasses.replace(setting.sampling, **changes))

@@ -1,7 +1,6 @@
 """One request, one answer: the loop of the mathematics tasks (and of every task without tools)."""
 
 import concurrent.futures
-import dataclasses
 from collections.abc import Sequence
 
 from deepgrpo.loops.base import Setting
@@ -61,8 +60,3 @@ def as_answer(setting: Setting, prompt: Prompt, completion: Completion) -> Answe
 def text_of(setting: Setting, ids: Ids) -> str:
     ended = len(ids) > 0 and int(ids[-1]) in setting.sampling.stop_ids
     return setting.tokenizer.decode((ids[:-1] if ended else ids).tolist())
-
-
-def with_sampling(setting: Setting, **changes) -> Setting:
-    """The same parties under another sampled distribution (validation)."""
-    return dataclasses.replace(setting, sampling=dataclasses.replace(setting.sampling, **changes))

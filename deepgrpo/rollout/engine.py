@@ -1,9 +1,9 @@
 """The interface of every rollout engine: token ids in; token ids, log-probs and a finish reason out.
 
 An engine holds one set of weights with a version. `generate` is synchronous for the caller; how many requests run at once is the
-engine's business. The sampled distribution is `softmax(logits / temperature)` restricted to top-k, then to top-p, without phantom ids
-(vocabulary rows above the tokenizer), renormalised; returned log-probs are of exactly that distribution. Temperature 0 is greedy: the
-argmax, whose log-prob is reported under temperature 1 without top-k and top-p.
+engine's business. The sampled distribution is `softmax(logits / temperature)` restricted to top-k, then to top-p, without phantom
+ids (vocabulary rows above the tokenizer), renormalised; returned log-probs are of exactly that distribution. Temperature 0 is
+greedy: the argmax, whose log-prob is reported under temperature 1 without top-k and top-p.
 """
 
 import dataclasses

@@ -101,7 +101,7 @@ class Bench:
         stop = threading.Event()
 
         def teach() -> None:
-            while not stop.wait(0.001):
+            while not stop.wait(0.005):
                 for failure in self.pool.dispatch_teacher(1, 10**6):
                     self.pool.teacher_result(failure.event, self.correction(failure), 10**6)
 

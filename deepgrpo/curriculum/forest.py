@@ -64,6 +64,7 @@ class ForestCurriculum:
     def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Feeds a step's groups: injected ones to their nodes, dataset ones, merged by prompt, to the roots; then cleans up.
 
+        Of the returned counts, `observations_recorded`, `events_added` and `nodes_retired` are of injected groups only.
         Rollouts without a verdict count neither as success nor as failure; a group without any verdict is left out and counted.
 
         Raises:

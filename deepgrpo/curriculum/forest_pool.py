@@ -35,6 +35,10 @@ from deepgrpo.curriculum.forest_records import (
 )
 from deepgrpo.types import Ids, Problem
 
+# What an observation counts; `root_deactivated` and `node_retired` split `node_deactivated`.
+_SEEN = ("tree_created", "root_deactivated", "node_deactivated", "node_reactivated", "node_retired", "events_added")
+_SEEN += ("observations_recorded",)
+
 
 class Forest:
     """The pool. Bounds of 0 are no bounds; with all of them 0 and `drop_retired_events` off it behaves as the reference."""
@@ -103,7 +107,7 @@ class Forest:
         `failed` holds responses of the others, for the teacher. A prompt's first failure makes its tree, which keeps this
         `problem`; a failing root that had retired becomes active again. Returns what happened, counted.
         """
-        seen = _nothing_seen()
+        seen = dict.fromkeys(_SEEN, 0)
         if not len(problem.prompt_ids) or k_total <= 0:
             return seen
         key = tree_key(problem.prompt_ids)
@@ -119,7 +123,7 @@ class Forest:
 
     def observe_node(self, node: int, k_succ: int, k_total: int, step: int, failed: Sequence[Ids] | None) -> dict[str, int]:
         """Takes in a group that started from a node of the forest; a retired node ignores it."""
-        seen = _nothing_seen()
+        seen = dict.fromkeys(_SEEN, 0)
         with self._lock:
             found = self._index.nodes.get(node)
             if found is not None and k_total > 0:
@@ -211,8 +215,8 @@ class Forest:
         """
         if n <= 0:
             return []
-        index = self._index
         with self._lock:
+            index = self._index
             # Equality, not order: steps may go backwards, so the trees of this step are skipped wherever they stand.
             fresh = chain(index.by_rollout.range(stop=(step,)), index.by_rollout.range(start=(step + 1,)))
             states = []
@@ -225,8 +229,8 @@ class Forest:
 
     def cleanup(self) -> int:
         """Removes the trees that have neither an active node nor an event; returns their number."""
-        index = self._index
         with self._lock:
+            index = self._index
             keys = list(index.removable)
             for key in keys:
                 index.remove_tree(index.trees[key])
@@ -248,8 +252,8 @@ class Forest:
         if max_items is not None and max_items <= 0:
             return []
         step = NEVER if step is None else step
-        index = self._index
         with self._lock:
+            index = self._index
             failures = []
             for _, _, key in list(islice(index.by_dispatch, max_items)):
                 tree = index.trees[key]
@@ -269,8 +273,8 @@ class Forest:
         has that state), invalid (no teacher suffix), refused (the tree is full), child_created.
         """
         child_digest = None if annotation is None else digest(np.asarray(annotation.state_ids, np.int32))
-        index, counters = self._index, self._counters
         with self._lock:
+            index, counters = self._index, self._counters
             answered = index.events.get(event)
             if answered is None:
                 counters.stale += 1
@@ -341,8 +345,8 @@ class Forest:
         if n <= 0:
             return []
         _check_cap(max_nodes_per_tree)
-        index = self._index
         with self._lock:
+            index = self._index
             entries = []
             for _, _, key in list(islice(index.by_sft, n)):
                 tree = index.trees[key]
@@ -399,8 +403,8 @@ class Forest:
         `cleared_pending` and `cleared_in_flight` events; later answers to these are stale.
         """
         low, high = sorted((min_created_step, max_created_step))
-        index = self._index
         with self._lock:
+            index = self._index
             entries = []
             for _, _, key in index.by_sft:
                 tree = index.trees[key]
@@ -476,18 +480,6 @@ class Forest:
             self._index = index
             self._counters = Counters(**counters)
             self._next_node, self._next_event = next_node, next_event
-
-
-def _nothing_seen() -> dict[str, int]:
-    return {
-        "tree_created": 0,
-        "root_deactivated": 0,
-        "node_deactivated": 0,
-        "node_reactivated": 0,
-        "node_retired": 0,
-        "events_added": 0,
-        "observations_recorded": 0,
-    }
 
 
 def _check_cap(max_nodes_per_tree: int | None) -> None:

@@ -5,8 +5,9 @@ Files (`np.load` and a text editor open them; equal content gives equal bytes):
     curriculum.json   pool type, format version, cumulative counters, the next handles
     trees.npz         one row a tree, in insertion order; its `num_nodes` rows of nodes.npz are adjacent, the root first
     problems.json     the data set's row of each tree, but for its tokens: these are the root's `ids`
-    nodes.npz         one row a node; `parent` is -1 for a root; `origin_*` say which failed rollout and which correction made
-                      the node (empty for a root; `origin_reward` is NaN if there is none)
+    nodes.npz         one row a node; `parent` is -1 for a root
+    origins.npz       one row a node that is no root, in the order of nodes.npz: which failed rollout, and which correction of it,
+                      made the node (`reward` is NaN if there was none)
     events.npz        one row a failed rollout: `id`, `node` that it started from, `step`, `response_ids`, `in_flight`
 
 A column of token lists is stored as `<name>` (all ids, concatenated) and `<name>_offsets` (row i is [offsets[i], offsets[i+1])).
@@ -123,7 +124,7 @@ class Writer:
     """
 
     def __init__(self):
-        self._trees, self._nodes, self._events = _Table(), _Table(), _Table()
+        self._trees, self._nodes, self._origins, self._events = (_Table() for _ in range(4))
         self._problems: list[str] = []  # JSON rows, many to a string
         self._encode = json.JSONEncoder(separators=(",\n", ": ")).encode
         self.add(Rows())  # an empty forest has all columns, too
@@ -136,20 +137,22 @@ class Writer:
         self._add_problems([_problem_row(problem) for problem in rows.problems])
 
     def _add_nodes(self, nodes: Sequence[Node]) -> None:
-        nothing = Origin(-1, -1, *[np.zeros(0, np.int32)] * 3, reward=None)
-        origins = [node.origin or nothing for node in nodes]
         table = self._nodes
         table.add("id", np.array([node.id for node in nodes], np.int64))
         table.add("parent", np.array([-1 if node.parent is None else node.parent for node in nodes], np.int64))
         table.add("created_step", np.array([node.created_step for node in nodes], np.int64))
         table.add_lists("ids", [node.ids for node in nodes])
-        table.add("origin_event", np.array([origin.event for origin in origins], np.int64))
-        table.add("origin_step", np.array([origin.event_step for origin in origins], np.int64))
+        self._add_origins([node.origin for node in nodes if node.origin is not None])
+
+    def _add_origins(self, origins: Sequence[Origin]) -> None:
+        table = self._origins
+        table.add("event", np.array([origin.event for origin in origins], np.int64))
+        table.add("event_step", np.array([origin.event_step for origin in origins], np.int64))
         rewards = [math.nan if origin.reward is None else origin.reward for origin in origins]
-        table.add("origin_reward", np.array(rewards, np.float64))
-        table.add_lists("origin_response_ids", [origin.response_ids for origin in origins])
-        table.add_lists("origin_failed_suffix_ids", [origin.failed_suffix_ids for origin in origins])
-        table.add_lists("origin_suffix_ids", [origin.suffix_ids for origin in origins])
+        table.add("reward", np.array(rewards, np.float64))
+        table.add_lists("response_ids", [origin.response_ids for origin in origins])
+        table.add_lists("failed_suffix_ids", [origin.failed_suffix_ids for origin in origins])
+        table.add_lists("suffix_ids", [origin.suffix_ids for origin in origins])
 
     def add_events(self, events: Sequence[Event], *, in_flight: bool) -> None:
         numbers = [event[:3] for event in events]
@@ -169,6 +172,7 @@ class Writer:
         path = pathlib.Path(folder)
         self._trees.save(path / "trees.npz")
         self._nodes.save(path / "nodes.npz")
+        self._origins.save(path / "origins.npz")
         self._events.save(path / "events.npz")
         (path / "problems.json").write_text("[" + ",\n".join(self._problems) + "]\n", encoding="utf-8")
         write_header(folder, POOL, VERSION, {"counters": counters})
@@ -246,7 +250,7 @@ def _collector_paused() -> Iterator[None]:
 
 def _fill(index: Index, path: pathlib.Path) -> None:
     trees, events = _Columns(path / "trees.npz"), _Columns(path / "events.npz")
-    nodes = _read_nodes(_Columns(path / "nodes.npz"))
+    nodes = _read_nodes(_Columns(path / "nodes.npz"), _read_origins(_Columns(path / "origins.npz")))
     problems = json.loads((path / "problems.json").read_text(encoding="utf-8"))
     for problem, *clocks, size in zip(problems, *map(trees.ints, _TREE_COLUMNS), strict=True):
         _add_tree(index, problem, clocks, [next(nodes) for _ in range(size)])
@@ -269,25 +273,26 @@ def _add_tree(index: Index, row: dict[str, Any], clocks: list[int], nodes: list[
         index.add_sft_updates(tree, node, counts["sft_updates"])
 
 
-def _read_nodes(columns: "_Columns") -> Iterator[tuple[Node, dict[str, int]]]:
+def _read_nodes(nodes: "_Columns", origins: Iterator[Origin]) -> Iterator[tuple[Node, dict[str, int]]]:
     """Yields each node, still without its tree, and those of its counts that the index adds up."""
     counts = ("last_k_succ", "last_k_total", "sft_updates")
-    constant, origin = ("id", "parent", "created_step"), ("origin_event", "origin_step")
     changing = tuple(name for name in _NODE_COLUMNS if name not in counts)
-    names = constant + origin + changing + counts
-    lists = ("ids", "origin_response_ids", "origin_failed_suffix_ids", "origin_suffix_ids")
-    rewards = columns["origin_reward"].tolist()
-    for ids, response, failed, suffix, reward, *numbers in zip(
-        *map(columns.lists, lists), rewards, *map(columns.ints, names), strict=True
-    ):
+    names = ("id", "parent", "created_step", *changing, *counts)
+    for ids, *numbers in zip(nodes.lists("ids"), *map(nodes.ints, names), strict=True):
         row = dict(zip(names, numbers, strict=True))
-        root = row["parent"] < 0
-        made = Origin(row["origin_event"], row["origin_step"], response, failed, suffix, None if math.isnan(reward) else reward)
-        node = Node(row["id"], b"", None if root else row["parent"], ids, row["created_step"], None if root else made)
+        parent = None if row["parent"] < 0 else row["parent"]
+        node = Node(row["id"], b"", parent, ids, row["created_step"], None if parent is None else next(origins))
         for name in changing:
             setattr(node, name, row[name])
         node.active = bool(row["active"])
         yield node, row
+
+
+def _read_origins(columns: "_Columns") -> Iterator[Origin]:
+    numbers = map(columns.ints, ("event", "event_step"))
+    lists = map(columns.lists, ("response_ids", "failed_suffix_ids", "suffix_ids"))
+    for *row, reward in zip(*numbers, *lists, columns.ints("reward"), strict=True):
+        yield Origin(*row, None if math.isnan(reward) else reward)
 
 
 class _Columns:

@@ -121,7 +121,7 @@ def test_files_open_with_plain_tools(tmp_path):
     rows = [nodes["ids"][a:b].tolist() for a, b in zip(nodes["ids_offsets"], nodes["ids_offsets"][1:], strict=False)]
     child = int(np.flatnonzero(nodes["parent"] >= 0)[0])
     parent = int(np.flatnonzero(nodes["id"] == nodes["parent"][child])[0])
-    assert rows[child][: len(rows[parent])] == rows[parent] and nodes["origin_reward"][child] == 1.0
+    assert rows[child][: len(rows[parent])] == rows[parent] and set(np.load(tmp_path / "a/origins.npz")["reward"]) == {1.0}
 
 
 def test_empty_forest_round_trips(tmp_path):

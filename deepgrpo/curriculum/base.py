@@ -1,7 +1,7 @@
 """The interface of every curriculum: which states to roll out, what was learned from them, and work for the teacher.
 
-The training loop calls `ready`, `sample`, `observe`, `metrics`, `state`, `restore` and never asks which curriculum it has. The teacher's
-worker (another thread) calls `dispatch` and `resolve`. Every method is atomic.
+The training loop calls `ready`, `sample`, `observe`, `metrics`, `state`, `restore` and never asks which curriculum it has. The
+teacher's worker (another thread) calls `dispatch` and `resolve`. Every method is atomic.
 """
 
 import dataclasses

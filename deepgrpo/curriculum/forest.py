@@ -137,6 +137,9 @@ class ForestCurriculum:
             )
         return self.pool.teacher_result(failure.event, annotation, step)[0]
 
+    def requeue(self, failure: Failure) -> None:
+        self.pool.requeue(failure.event)
+
     def pending(self) -> int:
         return self.pool.pending()
 

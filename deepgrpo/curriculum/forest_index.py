@@ -151,6 +151,19 @@ class Index:
             self._offer(tree, node)
         return event
 
+    def recall(self, event_id: int) -> None:
+        """Undoes `launch` but for the clocks; no effect on an event that is not in flight."""
+        if event_id not in self.in_flight:
+            return
+        event = self.in_flight.pop(event_id)
+        node = self.nodes[event[2]]
+        tree = self.trees[node.tree]
+        self.touch(tree)
+        tree.num_events -= 1  # `push` counts it again
+        self.push(tree, node, event)
+        if self.arrivals is not None:
+            self.arrivals.move_to_end(event_id, last=False)  # no younger than it was: it had been dispatched before
+
     def discard(self, event: Event) -> None:
         """Forgets an event, waiting or in flight."""
         _, event_id, handle, _ = event

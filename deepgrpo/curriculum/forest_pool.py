@@ -65,15 +65,12 @@ class Forest:
         Raises:
           ValueError: a bound is negative, or `max_model_len` leaves no room.
         """
-        bounds = {
-            "min_remaining_tokens": min_remaining_tokens,
-            "max_events_per_parent": max_events_per_parent,
-            "max_events": max_events,
-            "max_nodes_per_tree": max_nodes_per_tree,
-        }
-        for name, value in bounds.items():
-            if value < 0:
-                raise ValueError(f"curriculum.{name} must be >= 0, got {value}")
+        names = ("min_remaining_tokens", "max_events_per_parent", "max_events", "max_nodes_per_tree")
+        bounds = (min_remaining_tokens, max_events_per_parent, max_events, max_nodes_per_tree)
+        if wrong := [
+            f"curriculum.{name} must be >= 0, got {value}" for name, value in zip(names, bounds, strict=True) if value < 0
+        ]:
+            raise ValueError("; ".join(wrong))
         if max_model_len is not None and max_model_len <= min_remaining_tokens:
             raise ValueError(
                 f"rollout.max_model_len ({max_model_len}) must exceed curriculum.min_remaining_tokens ({min_remaining_tokens}): "
@@ -89,8 +86,7 @@ class Forest:
         self._state_lock = threading.Lock()  # one snapshot or restore at a time; taken before `_lock`
         self._index = Index(track_arrivals=max_events > 0)
         self._counters = Counters()
-        self._next_node = 0
-        self._next_event = 0
+        self._next_node = self._next_event = 0
         self._captures = 0  # number of the last snapshot
 
     def __len__(self) -> int:
@@ -262,6 +258,11 @@ class Forest:
                 failures.append(Failure(event, tree.problem, node.ids, response_ids, failed_step))
             self._counters.dispatched += len(failures)
             return failures
+
+    def requeue(self, event: int) -> None:
+        """Puts an event in flight back among the waiting ones: nothing was learned about it."""
+        with self._lock:
+            self._index.recall(event)
 
     def teacher_result(
         self, event: int, annotation: Annotation | None, step: int, *, success: bool = True

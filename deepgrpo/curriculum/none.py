@@ -29,6 +29,9 @@ class NoCurriculum:
     def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
         raise ValueError(f"failure {failure.event} is not of this curriculum: curriculum.pool=none sends nothing to the teacher")
 
+    def requeue(self, failure: Failure) -> None:
+        raise ValueError(f"failure {failure.event} is not of this curriculum: curriculum.pool=none sends nothing to the teacher")
+
     def pending(self) -> int:
         return 0
 

@@ -95,6 +95,11 @@ class NaiveForest:
             numbers.append(event["number"])
         return numbers
 
+    def requeue(self, number):
+        for event in self.events:
+            if event["number"] == number:
+                event["flying"] = False
+
     def result(self, number, state, suffix, step):
         event = next((e for e in self.events if e["number"] == number), None)
         if event is None:

@@ -1,5 +1,6 @@
 """Log-probabilities of scored tokens in blocks: no [tokens, vocabulary] array ever exists."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -64,14 +65,16 @@ def blocked_logps(
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(B, -1, block, *x.shape[2:]), 1, 0)
 
-    @jax.checkpoint
     def work(hidden_block, target_block):
         return target_logps(logits_of(hidden_block), target_block, temperature, num_real_ids, with_entropy)
 
+    def skip(hidden_block, target_block):
+        return (jnp.zeros((B, block), jnp.float32),) * 2
+
+    # The checkpoint must hold the cond: inside it, the cond would hand the unembedding to the backward pass once a block.
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # a scan's body has nothing to be merged with
     def one(_, xs):
         hidden_block, target_block, scored_block = xs
-        nothing = jnp.zeros((B, block), jnp.float32)
-        skip = lambda *_: (nothing, nothing)  # noqa: E731
         return None, jax.lax.cond(jnp.any(scored_block), work, skip, hidden_block, target_block)
 
     _, (logp, entropy) = jax.lax.scan(one, None, (blocks(hidden), blocks(targets), blocks(scored)))

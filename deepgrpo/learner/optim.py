@@ -53,7 +53,7 @@ def init_adam(params: Any) -> dict[str, Any]:
 
 def clip_by_global_norm(grads: Any, max_norm: float) -> tuple[Any, jax.Array]:
     """Scales grads by min(1, max_norm / (norm + 1e-6)); also returns the norm before clipping."""
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     factor = jnp.minimum(1.0, max_norm / (norm + 1e-6))
     return jax.tree.map(lambda g: g * factor, grads), norm
 

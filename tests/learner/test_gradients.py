@@ -1,0 +1,94 @@
+"""The gradient of a mini-batch does not depend on how it is laid out, and equals the formula's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deepgrpo.learner import packing, sharding, step
+from deepgrpo.learner.rows import Row
+from tests.learner import tiny
+
+ROWS = tiny.make_rows(9)
+TOKENS, SEGMENTS, SCORED = tiny.alone(ROWS)
+
+
+@functools.cache
+def old_and_reference() -> np.ndarray:
+    """Made-up old and reference log-probs, near the policy's: some ratios are clipped, some are not; float[2, n, 24]."""
+    now = jax.jit(lambda params: tiny.dense_logps(params, tiny.model_config(), TOKENS, SEGMENTS))(tiny.parameters())
+    return np.asarray(now) + np.random.default_rng(0).normal(0, 0.3, (2, *now.shape))
+
+
+@functools.cache
+def compiled(mesh: tuple[int, int, int]):
+    """A learner on `mesh` and its jitted gradient function."""
+    learner = tiny.make_learner(mesh, objective__kl_coef=0.1)
+    policy = step.Policy(learner.model, learner.mesh, learner.temperature, learner.num_real_ids, block=4)
+    function = functools.partial(step.gradients, policy, learner.objective)
+    return learner, jax.jit(function, compiler_options=tiny.UNOPTIMISED)
+
+
+def gradient(rows: list[Row], mesh=(1, 1, 1), T: int = 24, micro_batch_tokens: int = 240):
+    """(host gradients, sums) of one mini-batch of `rows` (some of ROWS), through layout, packing and the compiled loop."""
+    learner, function = compiled(mesh)
+    (batch,) = packing.layout([rows], (T,), micro_batch_tokens, sharding.batch_shards(learner.mesh))
+    old, reference = np.zeros((2, *batch.arrays["tokens"].shape), np.float32)
+    for row, (a, b, start) in zip(rows, batch.slots, strict=True):
+        span, n = slice(start, start + len(row.response_ids)), ROWS.index(row)
+        old[a, b, span], reference[a, b, span] = old_and_reference()[:, n, SCORED[n] > 0]
+    arrays = jax.device_put(batch.arrays | {"old_logp": old, "ref_logp": reference}, sharding.micro_batches(learner.mesh))
+    grads, sums, _ = function(learner.policy, arrays, np.bool_(False), np.int32(batch.used))
+    return batch, jax.device_get(grads), jax.device_get(sums)
+
+
+@functools.cache
+def baseline():
+    """One micro-batch on one device."""
+    batch, grads, sums = gradient(ROWS)
+    assert batch.used == 1
+    return grads, sums
+
+
+def assert_close(grads, expected):
+    scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale, rtol=1e-4), grads, expected)
+
+
+def test_equals_the_formula_on_unpacked_rows():
+    old, reference = old_and_reference()
+    A = np.array([row.advantage for row in ROWS])[:, None]
+
+    def loss(params):
+        logp = tiny.dense_logps(params, tiny.model_config(), TOKENS, SEGMENTS)
+        ratio, x = jnp.exp(logp - old), reference - logp
+        ppo = jnp.maximum(-A * ratio, -A * jnp.clip(ratio, 0.8, 1.28))
+        ppo = jnp.where(A < 0, jnp.minimum(ppo, -A * 3.0), ppo)
+        return jnp.sum((ppo + 0.1 * (jnp.exp(x) - x - 1.0)) * SCORED) / SCORED.sum()
+
+    assert_close(baseline()[0], jax.jit(jax.grad(loss), compiler_options=tiny.UNOPTIMISED)(tiny.parameters()))
+
+
+def test_micro_batches_do_not_matter():
+    batch, grads, _ = gradient(ROWS, micro_batch_tokens=24)
+    assert batch.used >= 4
+    assert_close(grads, baseline()[0])
+
+
+def test_padding_does_not_matter():
+    batch, grads, _ = gradient(ROWS, T=90, micro_batch_tokens=180)
+    assert batch.tokens < 0.6 * batch.arrays["tokens"].size
+    assert_close(grads, baseline()[0])
+
+
+def test_row_order_does_not_matter():
+    assert_close(gradient(ROWS[::-1])[1], baseline()[0])
+
+
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (1, 4, 2), (2, 4, 1)], ids=str)
+def test_the_mesh_does_not_matter(mesh):
+    _, grads, sums = gradient(ROWS, mesh)
+    assert_close(grads, baseline()[0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), sums, baseline()[1])

@@ -1,4 +1,4 @@
-"""The native engine's compiled functions: prepare weights, prefill prompts, place them in slots, decode, change the cache's shape."""
+"""The native engine's compiled functions: prepare weights, prefill prompts, place them in slots, decode, reshape the cache."""
 
 from typing import Any
 

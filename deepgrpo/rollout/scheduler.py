@@ -145,8 +145,9 @@ class Scheduler:
             fresh = logps[:count, slot]
             if not np.isfinite(fresh).all():
                 raise FloatingPointError(
-                    f"request {sample.request}, sample {sample.index}: log-prob {fresh[~np.isfinite(fresh)][0]} near response token "
-                    f"{len(sample.ids)}, expected a finite number; the policy's weights or activations overflowed or are NaN"
+                    f"request {sample.request}, sample {sample.index}: log-prob {fresh[~np.isfinite(fresh)][0]} after "
+                    f"{len(sample.ids)} response tokens, expected a finite number; the policy's weights or activations "
+                    "overflowed or are NaN"
                 )
             sample.ids.extend(tokens[:count, slot].tolist())
             sample.logps.extend(fresh.tolist())
@@ -164,9 +165,9 @@ def budget(request: Request, sampling: Sampling) -> int:
 
 
 def length_buckets(max_model_len: int) -> tuple[int, ...]:
-    """Cache lengths and padded prompt lengths that are compiled: eighth, quarter, half, three quarters, whole; multiples of 16."""
-    fractions = (max_model_len / 8, max_model_len / 4, max_model_len / 2, max_model_len * 3 / 4, max_model_len)
-    return tuple(sorted({max(32, 16 * int(np.ceil(f / 16))) for f in fractions}))
+    """Cache and padded prompt lengths that are compiled: 1/8, 1/4, 1/2, 3/4 and all of the context, rounded up to 64s."""
+    eighths = (1, 2, 4, 6, 8)
+    return tuple(sorted({64 * -(-max_model_len * eighth // 512) for eighth in eighths}))
 
 
 def slot_buckets(slots: int, multiple: int) -> tuple[int, ...]:

@@ -1,0 +1,162 @@
+"""The carry-chain task: a running sum modulo 100, one labelled operand a step, every intermediate value written out.
+
+    57a6b9c8d7e9f6g8h7i9j6=?    ->    a+6=63\\nb+9=72\\n...\\nj+6=32\\n####32
+
+A step looks its operand up by its letter, so that it is found by content and not by counting. Final values are uniform on 0..99
+and a solution is unique: it can neither be guessed nor reached another way. About three of four steps carry. A *sloppy* solution
+forgets a needed carry (57+6=53) and goes on from the wrong value: the flaw that the warm start puts into the student.
+"""
+
+import json
+import pathlib
+import re
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+NAME = "carry_chain"  # its data_source
+STEPS = 10
+MODULUS = 100
+OPERANDS = (6, 7, 8, 9)
+LETTERS = "abcdefghijklmnop"  # the first STEPS label operands; the others keep the vocabulary open for longer chains
+MARKER = "####"  # before the final answer
+QUESTION = re.compile(r"(\d\d)((?:[a-p]\d)+)=\?")
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+VOCABULARY = (PAD, START, END, "system", "user", "assistant", MARKER, "\n", " ", *"+-*/=?:;", *"0123456789", *LETTERS)
+EMBEDDING_ROWS = 48  # rows above the vocabulary are phantom ids
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+_SEEDS = {"train": 1, "heldout": 2}
+_HELD_OUT_SHARE = 8  # one question in so many is never trained on
+
+
+#### Questions
+
+
+def problems(split: str, count: int) -> list[dict[str, str]]:
+    """The first `count` problems of a split: the same for everyone, all different, and never in the other split.
+
+    Returns:
+      Rows with `question`, `answer` (the final value, two digits) and `data_source`.
+
+    Raises:
+      ValueError: `split` is neither "train" nor "heldout".
+    """
+    stream = questions(split, seed=0)
+    rows: dict[str, dict[str, str]] = {}
+    while len(rows) < count:
+        question = next(stream)
+        rows.setdefault(question, {"question": question, "answer": running_sums(question)[-1], "data_source": NAME})
+    return list(rows.values())
+
+
+def questions(split: str, seed: int) -> Iterator[str]:
+    """An endless stream of random questions of a split. The question itself decides its split, whatever the seed.
+
+    Raises:
+      ValueError: `split` is neither "train" nor "heldout".
+    """
+    if split not in _SEEDS:
+        raise ValueError(f"split of {NAME} must be one of {sorted(_SEEDS)}, got {split!r}")
+    return _questions(split, np.random.default_rng((_SEEDS[split], seed)))
+
+
+def _questions(split: str, rng: np.random.Generator) -> Iterator[str]:
+    while True:  # in blocks: a draw at a time costs NumPy more than all the rest
+        starts = rng.integers(MODULUS, size=256)
+        operands = rng.choice(OPERANDS, size=(256, STEPS))
+        for start, row in zip(starts.tolist(), operands.tolist(), strict=True):
+            question = f"{start:02d}" + "".join(f"{a}{b}" for a, b in zip(LETTERS, row, strict=False)) + "=?"
+            if (zlib.crc32(question.encode()) % _HELD_OUT_SHARE == 0) == (split == "heldout"):
+                yield question
+
+
+def parse(question: str) -> tuple[int, list[tuple[str, int]]]:
+    """Returns the start value and the labelled operands in order.
+
+    Raises:
+      ValueError: the text is not a carry-chain question.
+    """
+    match = QUESTION.fullmatch(question)
+    if match is None:
+        raise ValueError(f"not a {NAME} question: {question!r}; expected two digits, pairs of letter and digit, then '=?'")
+    pairs = match[2]
+    return int(match[1]), [(pairs[i], int(pairs[i + 1])) for i in range(0, len(pairs), 2)]
+
+
+#### Answers
+
+
+def running_sums(question: str) -> list[str]:
+    """The value after each step, two digits each."""
+    value, steps = parse(question)
+    sums = []
+    for _, operand in steps:
+        value = (value + operand) % MODULUS
+        sums.append(f"{value:02d}")
+    return sums
+
+
+def carries(question: str) -> list[bool]:
+    """Which steps of the right solution need a carry."""
+    value, steps = parse(question)
+    needed = []
+    for _, operand in steps:
+        needed.append(value % 10 + operand >= 10)
+        value = (value + operand) % MODULUS
+    return needed
+
+
+def solution(question: str) -> str:
+    """The one right answer text, as the rule-based teacher writes it."""
+    return _write(parse(question)[1], running_sums(question))
+
+
+def sloppy_solution(question: str, forget: float, rng: np.random.Generator) -> str:
+    """An answer text that forgets each needed carry with probability `forget` and goes on from what it wrote."""
+    value, steps = parse(question)
+    sums = []
+    for (_, operand), forgets in zip(steps, rng.random(len(steps)) < forget, strict=True):
+        total = value + operand
+        value = (total - 10 if forgets and total // 10 > value // 10 else total) % MODULUS
+        sums.append(f"{value:02d}")
+    return _write(steps, sums)
+
+
+def _write(steps: list[tuple[str, int]], sums: list[str]) -> str:
+    lines = [f"{letter}+{operand}={value}\n" for (letter, operand), value in zip(steps, sums, strict=True)]
+    return "".join(lines) + MARKER + sums[-1]
+
+
+#### Tokenizer
+
+
+def build_tokenizer(folder: str | pathlib.Path) -> None:
+    """Writes a Hugging Face tokenizer of `VOCABULARY` into `folder`: one id a character, whole words for roles and marker.
+
+    `transformers.AutoTokenizer` and vLLM load it from there: chat template, eos `<|im_end|>`, pad `<|endoftext|>`.
+    """
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"system|user|assistant|####|[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "unk_token": PAD,
+        "clean_up_tokenization_spaces": False,  # ids must decode to exactly what was encoded
+        "model_max_length": 256,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -5,7 +5,8 @@
     python -m deepgrpo.train --config=configs/smollm2.py:gsm8k      GSM8K questions, teacher that knows the solutions
 
 Both teachers are served over HTTP by the run itself; --config.teacher.base_url=URL asks another.
-Hardware: 2 CPU cores, 6 GB. Time: not yet measured. Expected: rewards near 0.1 (sums) and 0 (GSM8K); 3 steps teach nothing.
+Hardware: 2 CPU cores, 6 GB. Measured: sums 125 CPU s, rewards 0.56, 0.25, 0.42 (with injected states from step 2), mixed groups and
+finite gradients in every step. GSM8K 165 CPU s, all 52 answers wrong (56-65% cut off), so that no update is made: two states found.
 """
 
 import ml_collections
@@ -18,8 +19,8 @@ def get_config(task: str = "arithmetic") -> ml_collections.ConfigDict:
     config.name, config.train.steps = f"smollm2-{task}", 3
     config.model.path, config.model.dtype = "models/SmolLM2-135M-Instruct", "float32"
     config.model.origin = "python launch/make_smollm2.py --out models/SmolLM2-135M-Instruct"
-    config.data.batch_size = config.optim.mini_batch_prompts = 2
-    config.rollout.n, config.rollout.slots = 4, 16
+    config.data.batch_size = config.optim.mini_batch_prompts = 4
+    config.rollout.n, config.rollout.slots = 4, 24
     config.curriculum.injection_ratio, config.curriculum.min_remaining_tokens = 0.5, 8
     config.teacher.base_url, config.teacher.synchronous = "oracle", True  # the second step already has states to inject
     config.teacher.min_prefix_match_tokens, config.teacher.min_suffix_len = 2, 2
@@ -27,7 +28,7 @@ def get_config(task: str = "arithmetic") -> ml_collections.ConfigDict:
     config.validation.every, config.data.validation_limit = 3, 8
     config.checkpoint.every, config.telemetry.rollouts_every = 0, 1
     if task == "arithmetic":
-        config.data.train, config.data.validation = ("arithmetic:train:256",), ("arithmetic:heldout:64",)
+        config.data.train, config.data.validation = ("arithmetic:train:256:1",), ("arithmetic:heldout:64:1",)
         config.data.template, config.teacher.oracle = "few_shot_arithmetic", "arithmetic"
         config.data.max_prompt_length, config.rollout.max_model_len = 128, 192
     elif task == "gsm8k":

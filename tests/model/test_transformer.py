@@ -18,18 +18,23 @@ ONES = jnp.ones((1, 1), jnp.int32)
 
 @functools.cache
 def model_and_params(config):
-    model = Transformer(config, jnp.float32)
-    params = jax.jit(model.init)(jax.random.key(0), ONES, ONES, ONES)["params"]
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [leaf + 0.2 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    return model, jax.tree.unflatten(tree, noisy)
+    model, rng = Transformer(config, jnp.float32), np.random.default_rng(1)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), ONES, ONES, ONES)["params"]
+    near = {"scale": 1.0, "bias": 0.0, "kernel": 0.0, "embedding": 0.0}  # biases and scales must matter too
+    return model, jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jnp.asarray(near[path[-1].key] + 0.2 * rng.normal(size=leaf.shape), jnp.float32), shapes
+    )
 
 
-def logits(model, params, tokens, positions, segments):
+def logits(model, params, *inputs):
+    return np.asarray(full_forward(model, params, *inputs))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def full_forward(model, params, tokens, positions, segments):
     hidden, cache = model.apply({"params": params}, tokens, positions, segments)
     assert cache is None
-    return np.asarray(model.apply({"params": params}, hidden, method="logits"))
+    return model.apply({"params": params}, hidden, method="logits")
 
 
 def sequence(length, seed=0):
@@ -40,14 +45,14 @@ def sequence(length, seed=0):
 @pytest.mark.parametrize("config", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
 def test_packed_rows_equal_separate_ones(config):
     model, params = model_and_params(config)
-    one, two = sequence(5, 1), sequence(4, 2)
+    one, two = sequence(5, 1), sequence(5, 2)
     padding = np.zeros((1, 3), np.int32)
     packed = [np.concatenate(parts, axis=1) for parts in zip(one, two, strict=True)]
     packed[2][0, 5:] = 2
     packed = [np.concatenate([part, padding], axis=1) for part in packed]
     got = logits(model, params, *packed)
     np.testing.assert_allclose(got[:, :5], logits(model, params, *one), rtol=0, atol=1e-5)
-    np.testing.assert_allclose(got[:, 5:9], logits(model, params, *two), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got[:, 5:10], logits(model, params, *two), rtol=0, atol=1e-5)
 
 
 def test_later_tokens_do_not_reach_earlier_ones():
@@ -68,14 +73,21 @@ def test_decoding_token_by_token_equals_one_forward(config):
     layers = unstack_layers(params, config.num_layers)
     caches = empty_caches(config, 1, 12, jnp.float32)
     k, v = (jnp.stack([cache[i] for cache in caches]) for i in (0, 1))
-    step = jax.jit(functools.partial(decode_layers, model))
-    scanned = jax.jit(lambda tokens, positions, cache: model.apply({"params": params}, tokens, positions, cache=cache))
+
+    @jax.jit
+    def layered(tokens, positions, caches):
+        x, caches = decode_layers(model, layers, tokens, positions, caches)
+        return model.apply({"params": params}, x, method="finish"), caches
+
+    @jax.jit
+    def scanned(tokens, positions, cache):
+        hidden, cache = model.apply({"params": params}, tokens, positions, cache=cache)
+        return model.apply({"params": params}, hidden, method="logits"), cache
+
     for part in (slice(0, 4), *(slice(t, t + 1) for t in range(4, 9))):  # a prefill, then single tokens
-        x, caches = step(layers, tokens[:, part], positions[:, part], caches)
-        got = model.apply({"params": params}, x, method="finish")
+        got, caches = layered(tokens[:, part], positions[:, part], caches)
         np.testing.assert_allclose(got, expected[:, part], rtol=0, atol=1e-5)
-        hidden, (k, v) = scanned(tokens[:, part], positions[:, part], (k, v))
-        got = model.apply({"params": params}, hidden, method="logits")
+        got, (k, v) = scanned(tokens[:, part], positions[:, part], (k, v))
         np.testing.assert_allclose(got, expected[:, part], rtol=0, atol=1e-5)
 
 

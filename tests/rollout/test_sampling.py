@@ -34,7 +34,7 @@ def test_ids_and_logps_follow_the_restricted_distribution(temperature, top_p, to
 @pytest.mark.parametrize("temperature, top_p, top_k", KINDS[:4])
 def test_frequencies_follow_the_distribution(temperature, top_p, top_k):
     draws, real = 20_000, 19
-    logits = np.random.default_rng(3).normal(0, 1.0, 23).astype(np.float32)
+    logits = np.random.default_rng(3).normal(0, 0.7, 23).astype(np.float32)
     settings = tiny.plain(temperature=temperature, top_p=top_p, top_k=top_k)
     ids, _ = sample(np.broadcast_to(logits, (draws, 23)), range(draws), settings, real)
     expected = draws * np.exp(tiny.restricted_logps(logits, settings, real))
@@ -43,7 +43,7 @@ def test_frequencies_follow_the_distribution(temperature, top_p, top_k):
     assert counts[~kept].sum() == 0
     statistic = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
     freedom = kept.sum() - 1
-    assert freedom > 2
+    assert freedom >= 2
     assert statistic < freedom + 5 * np.sqrt(2 * freedom), f"chi-square {statistic:.1f} at {freedom} degrees of freedom"
 
 

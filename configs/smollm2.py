@@ -5,7 +5,7 @@
     python -m deepgrpo.train --config=configs/smollm2.py:gsm8k      GSM8K questions, teacher that knows the solutions
 
 Both teachers are served over HTTP by the run itself; --config.teacher.base_url=URL asks another.
-Hardware: 2 CPU cores. Measured: sums 125 CPU s, rewards 0.56, 0.25, 0.42, mixed groups in every step, injected states from step 2.
+Hardware: 2 CPU cores. Measured: sums 125 CPU s, rewards 0.56, 0.25, 0.42, mixed groups in each step, injected states from step 2.
 GSM8K 165 CPU s: all 52 rollouts fail (31 are cut off), so nothing is updated; the teacher finds two states.
 """
 

@@ -100,6 +100,8 @@ class NativeEngine:
           FloatingPointError: the policy gave a log-prob that is not finite.
         """
         self._require_open()
+        if self._params is None:
+            raise RuntimeError("this NativeEngine has no weights: its last publish failed; publish again")
         sampling_lib.check(sampling)
         check_requests(requests, self.config.vocab_size)
         scheduler = Scheduler(requests, sampling)

@@ -23,6 +23,7 @@ if __name__ == "__main__":
     CONFIG, LINE = config_lib.from_command_line(sys.argv)  # a mistyped key or a missing file ends here, before JAX starts
 
 import contextlib  # noqa: E402
+import logging  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
 import threading  # noqa: E402
@@ -47,11 +48,14 @@ from deepgrpo.rollout.engine import Sampling  # noqa: E402
 from deepgrpo.rollout.native import NativeEngine  # noqa: E402
 from deepgrpo.teacher.setup import open_teacher  # noqa: E402
 from deepgrpo.telemetry import dumps, statistics  # noqa: E402
+from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
 from deepgrpo.telemetry.metrics import Metrics  # noqa: E402
 from deepgrpo.telemetry.progress import Progress, Timer  # noqa: E402
 from deepgrpo.types import Prompt  # noqa: E402
 from deepgrpo.weights import hf  # noqa: E402
 from deepgrpo.weights.checkpoint import Checkpoints  # noqa: E402
+
+log = logging.getLogger("deepgrpo.train")  # by its name: __name__ is __main__ here
 
 LOOPS = {"reasoning": reasoning.run}
 CURRICULA = {"none": none.create, "forest": forest.create}
@@ -73,11 +77,12 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     keep = config.checkpoint
     checkpoints = Checkpoints(run / "checkpoints", keep=keep.keep, save_best=keep.save_best, best_metric=keep.best_metric)
     resumed = checkpoints.latest_step()
-    for warning in config_lib.check_inputs(config, resuming=resumed is not None):
-        print(f"warning: {warning}")
+    warnings = config_lib.check_inputs(config, resuming=resumed is not None)
     devices = [device.device_kind for device in jax.devices()]
-    for note in config_lib.write_resolved(config, line, resumed is not None, devices):
-        print(f"changed since the run began: {note}")
+    notes = config_lib.write_resolved(config, line, resumed is not None, devices)
+    stack.callback(close_log, open_log(run))
+    for text in warnings + [f"changed since the run began: {note}" for note in notes]:
+        log.warning("%s", text)
 
     ################################################################################################################
     #  Tokenizer and data
@@ -91,7 +96,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         loaded = []
         for spec in specs:
             problems, report = dataset_lib.load_problems(spec, tokenizer, data.template, data.max_prompt_length, limit)
-            print(f"data: {report}")
+            log.info("data: %s", report)
             loaded += problems
         return loaded
 
@@ -159,7 +164,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         if teacher:
             teacher.restore(host["teacher"])
         step, student_tokens = host["step"], host["student_tokens"]
-        print(f"resumed from {folder} after step {step}")
+        log.info("resumed from %s after step %d", folder, step)
     metrics_file = Metrics(run, config.telemetry.tensorboard, resumed_step=-1 if resumed is None else step)
     stack.callback(metrics_file.close)
     engine = NativeEngine(
@@ -201,7 +206,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         metrics_file.write(0, metrics | timer.metrics())
         progress.update(0, metrics)
     if done():
-        print(f"nothing to do: {run} is at step {step} of {total_steps}, with {student_tokens} student tokens")
+        log.info("nothing to do: %s is at step %d of %d, with %d student tokens", run, step, total_steps, student_tokens)
         return
 
     while not (done() or stop.is_set()):
@@ -269,7 +274,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             save()
     progress.close()
     reason = "stopped by a signal" if stop.is_set() and not done() else "finished"
-    print(f"{reason}: {run}, step {step} of {total_steps}, {student_tokens} student tokens")
+    log.info("%s: %s, step %d of %d, %d student tokens", reason, run, step, total_steps, student_tokens)
 
 
 def stop_on_signal() -> threading.Event:

@@ -1,6 +1,7 @@
 """One request, one answer: the loop of the mathematics tasks (and of every task without tools)."""
 
 import concurrent.futures
+import dataclasses
 from collections.abc import Sequence
 
 from deepgrpo.loops.base import Setting
@@ -27,6 +28,7 @@ def run(setting: Setting, prompts: Sequence[Prompt], step: int, purpose: str) ->
 
     def grade(i: int, j: int, completion: Completion) -> None:
         if completion.finish_reason != "abort":
+            completion = full_is_truncated(setting, prompts[i], completion)
             verdicts[i, j] = setting.grading.submit(as_answer(setting, prompts[i], completion))
 
     completions = setting.engine.generate(requests, setting.sampling, on_done=grade)
@@ -37,9 +39,22 @@ def run(setting: Setting, prompts: Sequence[Prompt], step: int, purpose: str) ->
             "after the last rollout; the grading service hangs (rewards.workers, rewards.deadline)"
         )
     return [
-        Group(p, tuple(Rollout(c, verdicts[i, j].result()) for j, c in enumerate(completions[i]) if (i, j) in verdicts))
+        Group(
+            p,
+            tuple(
+                Rollout(full_is_truncated(setting, p, completion), verdicts[i, j].result())
+                for j, completion in enumerate(completions[i])
+                if (i, j) in verdicts
+            ),
+        )
         for i, p in enumerate(prompts)
     ]
+
+
+def full_is_truncated(setting: Setting, prompt: Prompt, completion: Completion) -> Completion:
+    """An answer that ends exactly where the context does counts as truncated, as in the reference."""
+    full = len(prompt.ids) + len(completion.ids) >= setting.sampling.max_model_len
+    return dataclasses.replace(completion, finish_reason="length") if full else completion
 
 
 def as_answer(setting: Setting, prompt: Prompt, completion: Completion) -> Answer:

@@ -13,6 +13,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = section()
     config.name = config_dict.placeholder(str)  # of the run; its folder is <run_dir>/<name>
     config.run_dir = "runs"  # folder of run folders
+    config.compilation_cache = ".cache/xla"  # folder of compiled programs, shared by runs; "": none
     config.seed = 0  # all randomness is fold_in(seed, step, purpose, index)
     config.requires_accelerator = False  # True: sized for a GPU or TPU; refuses to start on a CPU
     config.strict_reference = False  # reproduce the reference's known hazards instead of their fixes (docs/method.md)

@@ -65,6 +65,9 @@ GRADING_PATIENCE = 20  # deadlines of one answer that a whole batch may still wa
 def main(config, line) -> None:
     """Runs, or resumes, the run that `config` describes. `line` is the command line it came from, for the run's record."""
     stop = stop_on_signal()
+    if config.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     with contextlib.ExitStack() as stack:
         train(config, line, stack, stop)
 

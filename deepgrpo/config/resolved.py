@@ -21,7 +21,8 @@ PACKAGES = (
 
 # Keys (or sections, by their dot) that may differ between a run and its resumption: they do not reach the parameters.
 HARMLESS = (
-    *("run_dir", "compilation_cache", "requires_accelerator", "model.origin", "data.origin", "data.validation", "data.validation_limit"),
+    *("run_dir", "compilation_cache", "requires_accelerator", "model.origin"),
+    *("data.origin", "data.validation", "data.validation_limit"),
     *("train.epochs", "train.steps", "train.student_tokens", "rewards.workers", "rewards.deadline"),
     *("teacher.base_url", "teacher.api_key_env", "teacher.timeout", "teacher.deadline", "teacher.stop_timeout"),
     *("teacher.max_concurrent", "teacher.cache", "teacher.replay", "teacher.token_budget", "teacher.money_budget"),

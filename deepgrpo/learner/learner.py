@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from deepgrpo.learner import objective as losses
 from deepgrpo.learner import packing, sharding
 from deepgrpo.learner import step as compiled
 from deepgrpo.learner.minibatch import partition
@@ -111,7 +110,9 @@ class Learner:
         for (path, x), (_, y) in zip(mine, theirs, strict=True):
             if x.shape != y.shape or x.dtype != y.dtype:
                 raise ValueError(f"{sharding.path_name(path)}: stored {y.dtype}{y.shape}, expected {x.dtype}{x.shape}")
-        placed = sharding.place(dict(tree), jax.tree.map(lambda x: x.sharding, self.state))
+        shardings = jax.tree.map(lambda x: x.sharding, self.state)
+        self._state, self._reference = {}, None  # freed first: the old state and a new one need not fit side by side
+        placed = sharding.place(dict(tree), shardings)
         self._reference = placed.pop("reference", None)
         self._state = placed
 
@@ -175,8 +176,9 @@ class Learner:
             results = self._optimizer_steps(batches, device, lr)
 
         self._host["schedule_step"] += 1
-        self._host["nonfinite_steps"] += sum(not np.isfinite(r["grad_norm"]) for r in results)
-        self._host["optimizer_steps"] += len(results)
+        finite = sum(bool(np.isfinite(result["grad_norm"])) for result in results)
+        self._host["nonfinite_steps"] += len(results) - finite
+        self._host["optimizer_steps"] += finite
         metrics = self._metrics(results, mini_batches, lr) | mismatch_metrics(results[: len(batches)]) | times
         return metrics | self._performance(batches, before)
 
@@ -203,16 +205,17 @@ class Learner:
         return [[next(it) for it, n in zip(iterators, part.rows, strict=True) for _ in range(n)] for part in plan]
 
     def _optimizer_steps(self, batches: list[Batch], device: list[dict[str, jax.Array]], lr: float) -> list[dict[str, Any]]:
-        """Runs every epoch over the mini-batches; returns each step's sums on the host."""
+        """Runs every epoch over the mini-batches; returns each step's results on the host."""
         results = []
         for epoch in range(self.ppo_epochs):
             for i, (batch, arrays) in enumerate(zip(batches, device, strict=True)):
                 function = self._compile("train_step", arrays)
-                on_policy = np.bool_(epoch == 0 and i == 0)
-                self._state, sums, old_logp = function(self._state, arrays, on_policy, np.float32(lr), np.int32(batch.used))
-                if on_policy and self.ppo_epochs > 1:
+                first = epoch == 0 and i == 0
+                scalars = self._scalars(np.bool_(first), np.float32(lr), np.int32(batch.used))
+                self._state, result, old_logp = function(self._state, arrays, *scalars)
+                if first and self.ppo_epochs > 1:
                     arrays["old_logp"] = old_logp
-                results.append(sums)
+                results.append(result)
         return jax.device_get(results)
 
     ##################################################################################################################
@@ -242,7 +245,11 @@ class Learner:
 
     def _score(self, params: Any, arrays: dict[str, jax.Array], used: int) -> jax.Array:
         same = params is not self._reference or self.model.dtype == jnp.float32  # one program serves trees of one dtype
-        return self._compile("score" if same else "score_reference", arrays)(params, arrays, np.int32(used))
+        return self._compile("score" if same else "score_reference", arrays)(params, arrays, *self._scalars(np.int32(used)))
+
+    def _scalars(self, *values: np.generic) -> tuple[jax.Array, ...]:
+        """Explicit transfers: the training loop may forbid the implicit ones."""
+        return jax.device_put(values, sharding.replicated(self.mesh))
 
     def _place(self, batch: Batch) -> dict[str, jax.Array]:
         zeros = np.zeros(batch.arrays["tokens"].shape, np.float32)
@@ -302,12 +309,10 @@ class Learner:
         values: dict[str, list[float]] = {}
         for n, result in enumerate(results):
             rows, tokens = mini_batches[n % len(mini_batches)], result["tokens"]
-            step = losses.loss_metrics(result["loss"], tokens, self.objective)
-            step["grad_norm"] = result["grad_norm"]
+            step = result["actor"] | {"grad_norm": result["grad_norm"]}
             for source, name in ((MAIN, "main_chain"), (BRANCH, "branch_chain"), (TEACHER, "teacher_chain")):
                 step[f"{name}/mb_tokens"] = tokens[source]
                 step[f"{name}/mb_samples"] = sum(row.source == source for row in rows)
-                step[f"{name}/entropy"] = result["loss"]["entropy"][source] / max(tokens[source], 1.0)
                 if not tokens[source]:
                     step = {key: value for key, value in step.items() if not key.startswith(name)}
             for key, value in step.items():

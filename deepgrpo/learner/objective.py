@@ -229,12 +229,12 @@ def by_stream(x, source):
     return jnp.stack([jnp.sum(jnp.where(source == s, x, 0.0)) for s in STREAMS])
 
 
-def loss_share(logp, old_logp, ref_logp, advantages, teacher_coef, source, weights, o: Objective):
+def loss_share(logp, entropy, old_logp, ref_logp, advantages, teacher_coef, source, weights, o: Objective):
     """A micro-batch's share of the mini-batch loss.
 
     Args:
-      logp, old_logp, ref_logp, advantages, teacher_coef: float[B, R], a slot a scored token. `advantages` is used for student
-        tokens, `teacher_coef` for teacher tokens; ref_logp is not used when kl_coef is 0.
+      logp, entropy, old_logp, ref_logp, advantages, teacher_coef: float[B, R], a slot a scored token. `advantages` is used for
+        student tokens, `teacher_coef` for teacher tokens; ref_logp is not used when kl_coef is 0; entropy is only reported.
       source: int32[B, R], stream of each slot, NO_LOSS where there is none.
       weights: from `stream_weights`.
 
@@ -254,6 +254,7 @@ def loss_share(logp, old_logp, ref_logp, advantages, teacher_coef, source, weigh
         "lower": by_stream(lower, source),
         "shaping": by_stream(shaping, source),
         "logp": by_stream(logp, source),
+        "entropy": by_stream(entropy, source),
         "coef": by_stream(teacher_coef, source),
     }
     return share, jax.lax.stop_gradient(sums)
@@ -280,7 +281,9 @@ def loss_metrics(sums, tokens, o: Objective, auto_coef=1.0) -> dict:
         out[f"{name}/pg_clipfrac"] = mean["clipped"][stream]
         out[f"{name}/ppo_kl"] = mean["approx_kl"][stream]
         out[f"{name}/pg_clipfrac_lower"] = mean["lower"][stream]
+        out[f"{name}/entropy"] = mean["entropy"][stream]
     if o.teacher_loss != "null":
+        out["teacher_chain/entropy"] = mean["entropy"][TEACHER]
         out[f"teacher_chain/{o.teacher_loss}_loss"] = mean["loss"][TEACHER]
         out["teacher_chain/mean_logp"] = mean["logp"][TEACHER]
     if o.teacher_loss == "luffy":

@@ -95,10 +95,8 @@ def gradients(policy: Policy, o: Objective, params: Any, arrays: dict[str, jax.A
         logp, entropy = policy.logps(params, micro, True)
         source = micro["source"]
         old_logp = jnp.where(on_policy, jax.lax.stop_gradient(logp), micro["old_logp"])
-        value, sums = losses.loss_share(
-            logp, old_logp, micro["ref_logp"], micro["advantages"], micro["teacher_coef"], source, weights, o
-        )
-        sums["entropy"] = losses.by_stream(entropy, source)
+        values = (micro[name] for name in ("ref_logp", "advantages", "teacher_coef"))
+        value, sums = losses.loss_share(logp, entropy, old_logp, *values, source, weights, o)
         return value, (sums, mismatch(old_logp, micro["rollout_logp"], source), old_logp)
 
     def body(i, carry):
@@ -133,8 +131,10 @@ def train_step(
       state: {"params": tree, "adam": {"count", "mu", "nu"}}; donated. lr: float32[].
 
     Returns:
-      (state, sums as of `gradients` with "grad_norm", old log-probs float32[A, B, T]).
+      (state, results {"actor": metrics of `loss_metrics`, "mismatch", "tokens", "grad_norm"}, old log-probs float32[A, B, T]).
     """
     grads, sums, old_logps = gradients(policy, o, state["params"], arrays, on_policy, used)
     params, adam, norm = adamw(state["params"], state["adam"], grads, lr, optim)
-    return {"params": params, "adam": adam}, sums | {"grad_norm": norm}, old_logps
+    actor = losses.loss_metrics(sums["loss"], sums["tokens"], o)
+    results = {"actor": actor, "mismatch": sums["mismatch"], "tokens": sums["tokens"], "grad_norm": norm}
+    return {"params": params, "adam": adam}, results, old_logps

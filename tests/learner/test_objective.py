@@ -92,7 +92,7 @@ def shares(o, source, columns, rows_each, auto_coef=1.0):
         loss, sums, parts = 0.0, None, []
         for start in range(0, len(source), rows_each):
             rows = slice(start, start + rows_each)
-            share, s = losses.loss_share(logp[rows], *(c[rows] for c in columns), source[rows], weights, o)
+            share, s = losses.loss_share(logp[rows], 0 * logp[rows], *(c[rows] for c in columns), source[rows], weights, o)
             loss, sums = loss + share, s if sums is None else jax.tree.map(jnp.add, sums, s)
             parts.append(unit * s["loss"])
         return loss, (sums, jnp.stack(parts))
@@ -167,3 +167,9 @@ def test_advantages_by_hand():
     assert losses.snis_weight([0.0] * 8, 1.0, 1.0) == pytest.approx(9 * np.e / (8 + np.e))
     with pytest.raises(ValueError, match="advantage mode 'median'"):
         losses.group_advantages(rewards, groups, "median")
+
+
+@pytest.mark.parametrize("change", [{"kl_type": "k9"}, {"teacher_loss": "bc"}, {"teacher_reduction": "mean"}, {"clip_c": 1.0}])
+def test_an_unknown_choice_is_named(change):
+    with pytest.raises(ValueError, match=f"objective.{next(iter(change))} is"):
+        objective(**change)

@@ -124,7 +124,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.learner.mesh = (1, -1, 1)  # devices along (data, fsdp, tensor); one -1 takes what is left
     config.learner.micro_batch_tokens = 16384  # padded tokens of one forward-backward pass on all devices
     config.learner.buckets = (256, 512, 768, 1024)  # row lengths that are compiled; the last must hold rollout.max_model_len
-    config.learner.logprob_block = 1024  # tokens whose logits exist at once
+    config.learner.logprob_block = 1024  # tokens whose logits exist at once on a device
 
     config.validation = section()
     config.validation.every = 10  # steps; also before the first and after the last; 0: never

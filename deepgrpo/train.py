@@ -118,7 +118,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     #  Learner, engine, grading
     ####################################################################################################################
     mesh = sharding.make_mesh(config.learner.mesh)
-    jax.set_mesh(mesh)
+    stack.enter_context(jax.set_mesh(mesh))
     model_config = ModelConfig.from_hf(config.model.path)
     params = hf.load(config.model.path, shardings=sharding.parameter_shardings(abstract_params(model_config), mesh))
     dtype = jnp.dtype(config.model.dtype)

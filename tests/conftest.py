@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import subprocess
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -39,3 +41,19 @@ def data_folder() -> pathlib.Path:
     if not folder.is_dir():
         pytest.skip(f"real data sets are absent: {folder} (set DEEPGRPO_DATA)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def student() -> pathlib.Path:
+    """The demo's warm-started student; made on first use (a minute or two), cached in the checkout by its recipe's hash."""
+    made = subprocess.run(
+        [sys.executable, "-m", "deepgrpo.warm_start", "--config=configs/carry_chain.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    from configs import carry_chain
+
+    return ROOT / carry_chain.get_config().model.path

@@ -1,0 +1,186 @@
+"""The real training loop on carry-chain: it learns, resumes bit for bit, ends cleanly, and lives without a teacher."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from deepgrpo import config as config_lib
+from deepgrpo import train
+from deepgrpo.model.config import ModelConfig
+from deepgrpo.model.transformer import abstract_params
+from deepgrpo.teacher.oracle import MODEL, Oracle
+from deepgrpo.telemetry import metrics as metrics_lib
+from deepgrpo.weights.checkpoint import Checkpoints, read_arrays
+from tests.conftest import ROOT
+
+STEPS = 6
+# 32 problems in batches of up to 16: with replacement by hard states the epochs end in the middle of this run.
+SMALL = (
+    *("--config.train.student_tokens=0", "--config.data.validation_limit=16", "--config.validation.every=2"),
+    *("--config.checkpoint.every=2", "--config.data.train=carry_chain:train:32", "--config.telemetry.rollouts_every=3"),
+)
+
+
+def command(folder: pathlib.Path, *overrides: str) -> list[str]:
+    arguments = [
+        "--config=configs/carry_chain.py",
+        f"--config.run_dir={folder}",
+        f"--config.train.steps={STEPS}",
+        *SMALL,
+        *overrides,
+    ]
+    return [sys.executable, "-m", "deepgrpo.train", *arguments]
+
+
+def start(folder: pathlib.Path, *overrides: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(folder, *overrides),
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": ""} | environment,  # one device: eight fake ones cost time and show nothing here
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen, status: int = 0) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == status, output
+    return output
+
+
+def in_process(folder: pathlib.Path, *overrides: str) -> list[dict[str, float]]:
+    train.main(*config_lib.from_command_line(command(folder, *overrides)[2:]))
+    return metrics_lib.read(next(folder.glob("*/metrics.jsonl")))
+
+
+def outcome(folder: pathlib.Path, student: pathlib.Path) -> dict[str, object]:
+    """What a run came to: parameters, forest, data position, every reproducible metric, validation answers."""
+    run = folder / "carry_chain"
+    step = run / "checkpoints" / str(STEPS)
+    params = read_arrays(step, abstract_params(ModelConfig.from_hf(student)), prefix="params/")
+    return {
+        "params": {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)},
+        "forest": {path.name: path.read_bytes() for path in sorted((step / "curriculum").iterdir())},
+        "host": json.loads((step / "host.json").read_text()),
+        "metrics": [metrics_lib.reproducible(record) for record in metrics_lib.read(run)],
+        "validation": {path.name: path.read_text() for path in sorted((run / "validation").iterdir())},
+    }
+
+
+def assert_same(one: dict, other: dict) -> None:
+    for key, value in one["params"].items():
+        np.testing.assert_array_equal(other["params"][key], value, err_msg=key)
+    assert other["forest"] == one["forest"]
+    for ours, theirs in zip(one["metrics"], other["metrics"], strict=True):
+        assert theirs == ours
+    assert other["validation"] == one["validation"]
+    assert other["host"]["dataset"] == one["host"]["dataset"] and other["host"]["step"] == one["host"]["step"] == STEPS
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(student, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    finish(start(folder))
+    return outcome(folder, student)
+
+
+def test_hard_states_give_a_gradient_where_plain_grpo_has_none(student, uninterrupted, tmp_path):
+    plain = in_process(tmp_path, "--config.curriculum.pool=none")
+    assert all(record["training/all_chains_empty_skip"] == 1.0 for record in plain if record["step"])  # every group all-fail
+    forest = uninterrupted["metrics"]
+    assert forest[0]["step"] == 0 and forest[-1]["step"] == STEPS  # validated before the first step
+    assert forest[-1]["forest/active_nonroot_nodes"] > 0 and forest[-1]["teacher_worker/total_succeeded"] > 0
+    assert sum(record.get("actor/optimizer_steps", 0.0) for record in forest) >= 2
+    assert all(record["rollout_mismatch/abs_max"] <= 1e-4 for record in forest if "rollout_mismatch/abs_max" in record)
+    assert {"forest_pool/num_trees", "forest/num_trees", "teacher_suffix/accepted", "timing_s/step"} - set(forest[-1]) == {
+        "timing_s/step"
+    }
+
+
+@pytest.mark.parametrize("point", ["mid_write@4", "after_rename@2"])
+def test_killed_while_saving_it_resumes_bit_for_bit(student, uninterrupted, tmp_path, point):
+    finish(start(tmp_path, DEEPGRPO_CRASH_AT=point), -signal.SIGKILL)
+    assert "resumed from" in finish(start(tmp_path))
+    assert_same(uninterrupted, outcome(tmp_path, student))
+
+
+def test_killed_in_a_step_it_resumes_bit_for_bit(student, uninterrupted, tmp_path):
+    process = start(tmp_path)
+    metrics = tmp_path / "carry_chain" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(metrics_lib.read(metrics)) > 3, process)  # step 3 is logged, step 4 is under way
+    process.kill()
+    process.communicate()
+    finish(start(tmp_path))
+    assert_same(uninterrupted, outcome(tmp_path, student))
+
+
+def test_sigterm_saves_and_ends_with_0(student, uninterrupted, tmp_path):
+    process = start(tmp_path, "--config.checkpoint.every=0")
+    metrics = tmp_path / "carry_chain" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(metrics_lib.read(metrics)) > 1, process)
+    process.send_signal(signal.SIGTERM)
+    assert "stopped by a signal" in finish(process)
+    assert Checkpoints(tmp_path / "carry_chain" / "checkpoints", 1, False, "").latest_step() >= 1
+    finish(start(tmp_path, "--config.checkpoint.every=0"))
+    assert_same(uninterrupted, outcome(tmp_path, student))
+    assert "nothing to do" in finish(start(tmp_path, "--config.checkpoint.every=0"))
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run did not come that far"
+        time.sleep(0.02)
+
+
+def test_teacher_down_training_goes_on(student, tmp_path):
+    """The endpoint dies for good after the first step: GRPO continues, the outage shows, waiting failures stay."""
+    with Oracle("carry_chain") as oracle:
+
+        def kill_after_the_first_step():
+            wait_until(
+                lambda: (
+                    list(tmp_path.glob("*/metrics.jsonl")) and len(metrics_lib.read(next(tmp_path.glob("*/metrics.jsonl")))) > 1
+                )
+            )
+            oracle.close()
+
+        killer = threading.Thread(target=kill_after_the_first_step)
+        killer.start()
+        records = in_process(
+            tmp_path,
+            f"--config.teacher.base_url={oracle.base_url}",
+            f"--config.teacher.model={MODEL}",
+            "--config.teacher.breaker_failures=1",
+            "--config.teacher.breaker_seconds=600",
+        )
+        killer.join(timeout=60)
+    assert records[-1]["step"] == STEPS
+    assert records[-1]["teacher/breaker_state"] > 0
+    assert records[-1]["teacher/events_dispatchable"] > 0
+
+
+def wait_until(condition, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def test_a_recorded_run_is_replayed_without_an_endpoint(student, uninterrupted, tmp_path):
+    first = in_process(tmp_path / "first")
+    recorded = tmp_path / "first" / "carry_chain" / "teacher"
+    again = in_process(tmp_path / "again", f"--config.teacher.replay={recorded}")
+    assert again[-1]["teacher/http_requests"] == 0 and first[-1]["teacher/http_requests"] > 0
+    same = [key for key in first[-1] if key.startswith(("forest/", "critic/", "val-"))]
+    assert [{k: r.get(k) for k in same} for r in again] == [{k: r.get(k) for k in same} for r in first]

@@ -107,6 +107,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.objective.kl_coef = 1e-4  # weight of the KL penalty to the initial policy; 0: no reference pass
     config.objective.kl_type = "low_var_kl"  # low_var_kl (k3) | kl (k1) | abs | mse (k2)
     config.objective.teacher_loss = "null"  # null: teacher tokens carry no gradient
+    config.objective.tis_cap = (
+        0.0  # truncated importance weight of student tokens, min(p_old / p_rollout, cap); 0: off (released)
+    )
 
     config.optim = section()
     config.optim.lr = 1e-6

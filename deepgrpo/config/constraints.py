@@ -78,6 +78,7 @@ RANGES = {  # key: interval of its value or of each element
     "objective.clip_high": "(0, inf)",
     "objective.clip_c": "(1, inf)",
     "objective.kl_coef": "[0, inf)",
+    "objective.tis_cap": "[0, inf)",
     "optim.lr": "(0, inf)",
     "optim.warmup_steps": "[0, inf)",
     "optim.b1": "[0, 1)",

@@ -222,8 +222,9 @@ class Learner:
     #  Scoring
     ##################################################################################################################
 
-    def score(self, sequences: Sequence[tuple[Ids, Ids]]) -> list[np.ndarray]:
-        """The policy's log-prob of every response token of (prompt_ids, response_ids): float32[R] each."""
+    def score(self, sequences: Sequence[tuple[Ids, Ids]], at_temperature_1: bool = False) -> list[np.ndarray]:
+        """The policy's log-prob of every response token of (prompt_ids, response_ids): float32[R] each, at the rollouts'
+        temperature, or at 1 (as an engine scores text that it has not sampled)."""
         rows = [
             Row(as_ids(prompt), as_ids(response), 0.0, MAIN, 0.0, None, f"score/{i}", -1, False, 0.0)
             for i, (prompt, response) in enumerate(sequences)
@@ -234,7 +235,9 @@ class Learner:
         for row in filled:
             self._check(row)
         (batch,) = packing.layout([filled], self.buckets, self.micro_batch_tokens, sharding.batch_shards(self.mesh))
-        logp = jax.device_get(self._score(self.policy, self._place(batch), batch.used))
+        name = "score_at_1" if at_temperature_1 and self.temperature != 1 else "score"
+        arrays = self._place(batch)
+        logp = jax.device_get(self._compile(name, arrays)(self.policy, arrays, *self._scalars(np.int32(batch.used))))
         slots = iter(batch.slots)
         results = []
         for row in rows:
@@ -270,10 +273,11 @@ class Learner:
         return self._compiled[name, shape]
 
     def lower(self, name: str, shape: Shape) -> Any:
-        """`train_step`, `score` or `score_reference` lowered for a batch shape, from shapes alone."""
+        """`train_step`, `score`, `score_at_1` or `score_reference` lowered for a batch shape, from shapes alone."""
         mesh, whole, batch = self.mesh, sharding.replicated(self.mesh), sharding.micro_batches(self.mesh)
         block = max(1, self.logprob_block * sharding.batch_shards(mesh) // shape.B)
-        policy = compiled.Policy(self.model, mesh, self.temperature, self.num_real_ids, block)
+        temperature = 1.0 if name == "score_at_1" else self.temperature
+        policy = compiled.Policy(self.model, mesh, temperature, self.num_real_ids, block)
 
         def scalar(dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((), dtype, sharding=whole)
@@ -297,7 +301,7 @@ class Learner:
         def score(*args):
             return compiled.score(policy, *args)
 
-        params = {"score": state["params"], "score_reference": reference}[name]
+        params = reference if name == "score_reference" else state["params"]
         return jax.jit(score, out_shardings=batch).lower(params, arrays, scalar(jnp.int32))
 
     ##################################################################################################################

@@ -23,9 +23,9 @@ EPS = 1e-8
 class Objective:
     """Hyper-parameters of the loss.
 
-    The first six are keys of the config's `objective` section. teacher_reduction: whether teacher tokens share the students'
-    denominator. teacher_coef: factor of the teacher's mean in separate_stream_mean. branch_lambda: weight of branch tokens.
-    luffy_gamma: see `luffy_token`.
+    The first six and tis_cap are keys of the config's `objective` section. teacher_reduction: whether teacher tokens share the
+    students' denominator. teacher_coef: factor of the teacher's mean in separate_stream_mean. branch_lambda: weight of branch
+    tokens. luffy_gamma: see `luffy_token`. tis_cap: see `tis_weight`; 0 for no correction.
     """
 
     clip_low: float
@@ -38,11 +38,12 @@ class Objective:
     teacher_coef: float
     branch_lambda: float
     luffy_gamma: float
+    tis_cap: float = 0.0
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any]) -> "Objective":
         """From the config's `objective` section; what has no key there is as in the released scripts."""
-        keys = ("clip_low", "clip_high", "clip_c", "kl_coef", "kl_type", "teacher_loss")
+        keys = ("clip_low", "clip_high", "clip_c", "kl_coef", "kl_type", "teacher_loss", "tis_cap")
         released = {"teacher_reduction": "mixed_token_mean", "teacher_coef": 1.0, "branch_lambda": 1.0, "luffy_gamma": 0.1}
         return cls(**{key: section[key] for key in keys}, **released)
 
@@ -54,6 +55,8 @@ class Objective:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"objective.{name} is {getattr(self, name)!r}, expected one of {known}")
+        if self.tis_cap < 0.0:
+            raise ValueError(f"objective.tis_cap is {self.tis_cap}, expected > 0, or 0 for no correction")
         if self.clip_c <= 1.0:
             raise ValueError(f"objective.clip_c is {self.clip_c}, expected > 1: it bounds the loss of negative advantages")
 
@@ -130,6 +133,15 @@ def ppo_clip_token(logp, old_logp, advantages, clip_low: float, clip_high: float
     lower = (advantages < 0) & (loss > ceiling)
     indicators = ((clipped > unclipped).astype(loss.dtype), -d, lower.astype(loss.dtype))
     return jnp.where(lower, ceiling, loss), *jax.lax.stop_gradient(indicators)
+
+
+def tis_weight(old_logp, rollout_logp, cap: float):
+    """Truncated importance weight of each token for having been sampled by the rollout engine, not by the old policy.
+
+    w = stopgrad(min(exp(old - rollout), cap)); 1 where the engine's log-prob is not known (NaN). Arrays of one shape.
+    """
+    weight = jnp.exp(jnp.minimum(old_logp - rollout_logp, np.log(cap)))
+    return jax.lax.stop_gradient(jnp.where(jnp.isnan(rollout_logp), 1.0, weight))
 
 
 def kl_token(logp, ref_logp, kl_type: str):
@@ -229,12 +241,13 @@ def by_stream(x, source):
     return jnp.stack([jnp.sum(jnp.where(source == s, x, 0.0)) for s in STREAMS])
 
 
-def loss_share(logp, entropy, old_logp, ref_logp, advantages, teacher_coef, source, weights, o: Objective):
+def loss_share(logp, entropy, old_logp, ref_logp, advantages, teacher_coef, source, weights, o: Objective, rollout_logp=None):
     """A micro-batch's share of the mini-batch loss.
 
     Args:
       logp, entropy, old_logp, ref_logp, advantages, teacher_coef: float[B, R], a slot a scored token. `advantages` is used for
         student tokens, `teacher_coef` for teacher tokens; ref_logp is not used when kl_coef is 0; entropy is only reported.
+      rollout_logp: float[B, R], needed when tis_cap is not 0.
       source: int32[B, R], stream of each slot, NO_LOSS where there is none.
       weights: from `stream_weights`.
 
@@ -242,6 +255,8 @@ def loss_share(logp, entropy, old_logp, ref_logp, advantages, teacher_coef, sour
       (scalar share, sums: dict of float[3] sums over each stream, for `loss_metrics`). Shares and sums add up over micro-batches.
     """
     ppo, clipped, approx_kl, lower = ppo_clip_token(logp, old_logp, advantages, o.clip_low, o.clip_high, o.clip_c)
+    tis = tis_weight(old_logp, rollout_logp, o.tis_cap) if o.tis_cap else jnp.ones_like(ppo)
+    ppo = ppo * tis
     teacher, shaping = teacher_token(logp, teacher_coef, o.teacher_loss, o.luffy_gamma)
     token_loss = by_stream(jnp.where(source == TEACHER, teacher, ppo), source)
     token_kl = by_stream(kl_token(logp, ref_logp, o.kl_type), source) if o.kl_coef else jnp.zeros_like(token_loss)
@@ -252,6 +267,7 @@ def loss_share(logp, entropy, old_logp, ref_logp, advantages, teacher_coef, sour
         "clipped": by_stream(clipped, source),
         "approx_kl": by_stream(approx_kl, source),
         "lower": by_stream(lower, source),
+        "tis": by_stream(tis, source),
         "shaping": by_stream(shaping, source),
         "logp": by_stream(logp, source),
         "entropy": by_stream(entropy, source),
@@ -276,6 +292,8 @@ def loss_metrics(sums, tokens, o: Objective, auto_coef=1.0) -> dict:
         "pg_clipfrac_lower": student["lower"],
         "kl_loss": kl,
     }
+    if o.tis_cap:
+        out["tis_weight"] = student["tis"]
     for stream, name in ((MAIN, "main_chain"), (BRANCH, "branch_chain")):
         out[f"{name}/pg_loss"] = mean["loss"][stream]
         out[f"{name}/pg_clipfrac"] = mean["clipped"][stream]

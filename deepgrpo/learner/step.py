@@ -96,7 +96,7 @@ def gradients(policy: Policy, o: Objective, params: Any, arrays: dict[str, jax.A
         source = micro["source"]
         old_logp = jnp.where(on_policy, jax.lax.stop_gradient(logp), micro["old_logp"])
         values = (micro[name] for name in ("ref_logp", "advantages", "teacher_coef"))
-        value, sums = losses.loss_share(logp, entropy, old_logp, *values, source, weights, o)
+        value, sums = losses.loss_share(logp, entropy, old_logp, *values, source, weights, o, micro["rollout_logp"])
         return value, (sums, mismatch(old_logp, micro["rollout_logp"], source), old_logp)
 
     def body(i, carry):

@@ -51,6 +51,14 @@ def test_update_resumes_to_the_bit():
     assert tiny.same(whole.state["reference"], tiny.parameters())  # neither donated nor trained, and not the caller's arrays
 
 
+def test_score_at_another_temperature():
+    pair = [(row.prompt_ids, row.response_ids) for row in tiny.make_rows(2, seed=3)]
+    cold, plain = tiny.make_learner(rollout__temperature=0.7), tiny.make_learner()
+    for a, b, c in zip(cold.score(pair, at_temperature_1=True), plain.score(pair), cold.score(pair), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+        assert np.abs(a - c).max() > 1e-2
+
+
 def test_score_is_the_policys_log_prob():
     rows = tiny.make_rows(7, seed=3)
     learner = tiny.make_learner((1, 8, 1))

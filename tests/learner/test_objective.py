@@ -169,7 +169,35 @@ def test_advantages_by_hand():
         losses.group_advantages(rewards, groups, "median")
 
 
-@pytest.mark.parametrize("change", [{"kl_type": "k9"}, {"teacher_loss": "bc"}, {"teacher_reduction": "mean"}, {"clip_c": 1.0}])
+@pytest.mark.parametrize("cap", [1.5, 0.7])
+def test_truncated_importance_sampling(cap):
+    """Student tokens' PPO loss times min(p_old / p_rollout, cap); not KL, not teacher tokens, not where p_rollout is unknown."""
+    rng = np.random.default_rng(3)
+    logp, old, rollout, reference = rng.normal(-2.0, 0.5, (4, 3, 8))
+    advantages, source = rng.normal(size=(3, 8)), rng.choice([MAIN, BRANCH, TEACHER, NO_LOSS], (3, 8))
+    rollout[0, :3] = np.nan
+    o = objective(tis_cap=cap, teacher_loss="sft", kl_coef=0.1)
+    weights = losses.stream_weights(losses.count_tokens(source).astype(jnp.float64), o)
+    columns = (0 * logp, old, reference, advantages, advantages, source, weights, o, rollout)
+    share, gradient = jax.value_and_grad(lambda x: losses.loss_share(x, *columns)[0])(jnp.asarray(logp))
+
+    w = np.where(np.isnan(rollout), 1.0, np.minimum(np.exp(old - rollout), cap))
+    ratio, (a, b, t) = np.exp(logp - old), (np.sum(source == s) for s in (MAIN, BRANCH, TEACHER))
+    ppo = np.maximum(-advantages * ratio, -advantages * np.clip(ratio, 0.8, 1.28))
+    ppo = np.where(advantages < 0, np.minimum(ppo, -3.0 * advantages), ppo)
+    student, teacher = np.isin(source, (MAIN, BRANCH)), source == TEACHER
+    x = reference - logp
+    expected = ((w * ppo)[student].sum() - logp[teacher].sum()) / (a + b + t) + 0.1 * (np.exp(x) - x - 1)[student].sum() / (a + b)
+    np.testing.assert_allclose(share, expected, rtol=1e-7)
+
+    free = student & (ratio > 0.8) & (ratio < 1.28)
+    slope = (-w * advantages * ratio / (a + b + t) + 0.1 * (1 - np.exp(x)) / (a + b))[free]
+    np.testing.assert_allclose(np.asarray(gradient)[free], slope, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change", [{"kl_type": "k9"}, {"teacher_loss": "bc"}, {"teacher_reduction": "mean"}, {"clip_c": 1.0}, {"tis_cap": -1.0}]
+)
 def test_an_unknown_choice_is_named(change):
     with pytest.raises(ValueError, match=f"objective.{next(iter(change))} is"):
         objective(**change)

@@ -23,6 +23,7 @@ if __name__ == "__main__":
     CONFIG, LINE = config_lib.from_command_line(sys.argv)  # a mistyped key or a missing file ends here, before JAX starts
 
 import contextlib  # noqa: E402
+import gc  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
@@ -208,6 +209,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         metrics = validate(0) | {"training/student_tokens": 0.0}
         metrics_file.write(0, metrics | timer.metrics())
         progress.update(0, metrics)
+    gc.freeze()  # what exists by now stays: without this, a large forest makes every full collection a pause of a second
     if done():
         log.info("nothing to do: %s is at step %d of %d, with %d student tokens", run, step, total_steps, student_tokens)
         return
@@ -262,12 +264,13 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
                 metrics |= validate(step)
         metrics |= rows_lib.data_metrics(every_row, rollout.max_model_len) | rows_lib.filter_metrics(every_row, rows)
         metrics |= statistics.group_statistics(groups, config.rewards.threshold) | curriculum.metrics()
-        metrics |= (teacher.metrics() if teacher else {}) | timer.metrics()
+        metrics |= (teacher.metrics() if teacher else {}) | grading.metrics() | engine.metrics() | timer.metrics()
         metrics |= {"training/global_step": step, "training/epoch": dataset.epoch, "training/student_tokens": student_tokens}
         metrics_file.write(step, metrics)
         progress.update(step, metrics)
         if config.telemetry.rollouts_every and step % config.telemetry.rollouts_every == 0:
-            dumps.write(run / "rollouts" / f"{step}.jsonl", dumps.rollout_records(groups, step, tokenizer.decode))
+            with timer("dump_rollout_generations"):
+                dumps.write(run / "rollouts" / f"{step}.jsonl", dumps.rollout_records(groups, step, tokenizer.decode))
 
         ################################################################################################################
         #  Checkpoint

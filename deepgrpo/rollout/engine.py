@@ -8,7 +8,7 @@ greedy: the argmax, whose log-prob is reported under temperature 1 without top-k
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from deepgrpo.types import Completion, Ids
@@ -53,6 +53,9 @@ class Engine(Protocol):
 
     def publish(self, params: Any, version: int) -> None:
         """Makes the learner's policy parameters the ones that `generate` uses, as `version`; returns when that is proven."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Cumulative counters under `engine/`. Reading changes nothing."""
 
     def close(self) -> None:
         """Releases processes, sockets and buffers; idempotent."""

@@ -235,7 +235,8 @@ class VllmServer:
             model = _model(model_folder)
             self._stop(GRACE + 5)
             now = time.monotonic()
-            pause = BACK_OFF_SECONDS[sum(now - at < BACK_OFF_WINDOW for at in self._recent) % len(BACK_OFF_SECONDS)]
+            recent = sum(now - at < BACK_OFF_WINDOW for at in self._recent)
+            pause = BACK_OFF_SECONDS[min(recent, len(BACK_OFF_SECONDS) - 1)]
             self._recent.append(now)
             self.restarts += 1
             log.warning("restarting the vLLM server on %s (restart %d, after %g s)", model, self.restarts, pause)

@@ -7,11 +7,13 @@ and a solution is unique: it can neither be guessed nor reached another way. Abo
 forgets a needed carry (57+6=53) and goes on from the wrong value: the flaw that the warm start puts into the student.
 """
 
+import hashlib
 import json
 import pathlib
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -35,6 +37,25 @@ CHAT_TEMPLATE = (
 
 _SEEDS = {"train": 1, "heldout": 2}
 _HELD_OUT_SHARE = 8  # one question in so many is never trained on
+_VERSION = 1  # of this file's and the warm start's code: raise it when either makes something else of the same recipe
+
+
+def fingerprint(recipe: Mapping[str, Any]) -> str:
+    """12 hex digits that change with the recipe of a student, with the task, and with the code that makes both."""
+    task = (
+        _VERSION,
+        STEPS,
+        MODULUS,
+        OPERANDS,
+        LETTERS,
+        MARKER,
+        VOCABULARY,
+        EMBEDDING_ROWS,
+        CHAT_TEMPLATE,
+        _SEEDS,
+        _HELD_OUT_SHARE,
+    )
+    return hashlib.sha256(json.dumps([task, recipe], sort_keys=True).encode()).hexdigest()[:12]
 
 
 #### Questions
@@ -141,22 +162,28 @@ def _write(steps: list[tuple[str, int]], sums: list[str]) -> str:
 def build_tokenizer(folder: str | pathlib.Path) -> None:
     """Writes a Hugging Face tokenizer of `VOCABULARY` into `folder`: one id a character, whole words for roles and marker.
 
-    `transformers.AutoTokenizer` and vLLM load it from there: chat template, eos `<|im_end|>`, pad `<|endoftext|>`.
+    It is a Qwen2 tokenizer without merges, since transformers and vLLM make one of whatever tokenizer lies beside a Qwen2 model.
+    Other characters have no id and vanish. eos is `<|im_end|>`, pad `<|endoftext|>`; the chat template is ChatML without a system
+    message of its own.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = tokenizers.Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"system|user|assistant|####|[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    byte_symbols = {"\n": "\u010a", " ": "\u0120"}  # how byte-level tokenizers spell them
+    tokenizer = tokenizers.Tokenizer(models.BPE({byte_symbols.get(token, token): i for i, token in enumerate(VOCABULARY)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = (PAD, START, END)
+    for token in (token for token in VOCABULARY if len(token) > 1):
+        tokenizer.add_tokens([tokenizers.AddedToken(token, special=token in special, normalized=False)])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": "Qwen2Tokenizer",
         "eos_token": END,
         "pad_token": PAD,
-        "unk_token": PAD,
         "clean_up_tokenization_spaces": False,  # ids must decode to exactly what was encoded
         "model_max_length": 256,
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    generation = {"eos_token_id": [VOCABULARY.index(END)], "pad_token_id": VOCABULARY.index(PAD)}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -1,0 +1,249 @@
+"""Makes the student of the carry-chain demo: a small Qwen2 that knows the task and is then taught to be sloppy.
+
+    python -m deepgrpo.warm_start --config=configs/carry_chain.py
+
+Two phases of supervised training from scratch, on text from the task's generator. The first, on clean solutions, teaches the
+algorithm. The second, short, on solutions that forget carries, hides it: a carry is then right with a small probability, a whole
+chain never. Sloppy text alone would not do: a student that never learnt when to carry has nothing that reinforcement could bring
+out. The recipe is `warm_start()` in the experiment's file; its hash names the folder, so a student is made once and a changed
+recipe makes another one.
+"""
+
+import sys
+
+from deepgrpo import config as config_lib
+
+if __name__ == "__main__":
+    CONFIG, LINE = config_lib.from_command_line(sys.argv)  # a mistyped key ends here, before JAX starts
+
+import functools  # noqa: E402
+import json  # noqa: E402
+import pathlib  # noqa: E402
+import runpy  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Callable, Mapping  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from optax import contrib  # noqa: E402
+
+from deepgrpo.data import carry_chain, templates  # noqa: E402
+from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
+from deepgrpo.model.config import ModelConfig  # noqa: E402
+from deepgrpo.model.transformer import Transformer  # noqa: E402
+from deepgrpo.weights import files, hf  # noqa: E402
+
+RECORD = "warm_start.json"  # in the student's folder: the recipe that made it and what it can do
+STEPS_PER_CALL = 50  # of one compiled scan
+MEASURED = 256  # held-out questions of the final measurement
+
+
+def main(config, line) -> None:
+    """Makes the student in `config.model.path`, unless it is there already."""
+    path, folder = line.file, pathlib.Path(config.model.path)
+    make_recipe = runpy.run_path(path).get("warm_start")
+    if make_recipe is None:
+        raise config_lib.ConfigError(f"{path} has no function warm_start(), which returns the recipe: see configs/carry_chain.py")
+    recipe = make_recipe().to_dict()
+    if (folder / RECORD).is_file():
+        record = json.loads((folder / RECORD).read_text())
+        if record["fingerprint"] != carry_chain.fingerprint(recipe):
+            raise config_lib.ConfigError(
+                f"{folder} holds a student of another recipe than that of {path}: remove it, or set another --config.model.path"
+            )
+        print(f"warm start: cached in {folder}\n{report(record['ability'])}")
+        return
+    began = time.monotonic()
+    ability = make_student(recipe, folder)
+    print(f"warm start: {time.monotonic() - began:.0f} s -> {folder}\n{report(ability)}")
+
+
+def make_student(recipe: Mapping[str, Any], folder: pathlib.Path, log: Callable[[str], None] = print) -> dict[str, float]:
+    """Trains a student and writes its Hugging Face folder, which appears at once and complete; returns `measure`'s result.
+
+    Raises:
+      RuntimeError: after the clean phase it cannot do the task well enough to hide anything.
+    """
+    config = model_config(recipe)
+    model = Transformer(config, dtype=jnp.float32, unroll=config.num_layers)
+    with tempfile.TemporaryDirectory() as tokenizer_folder:
+        carry_chain.build_tokenizer(tokenizer_folder)
+        tokenizer = tokenizer_lib.load_tokenizer(tokenizer_folder)
+        one = jnp.zeros((1, 1), jnp.int32)
+        params = model.init(jax.random.key(recipe["seed"]), one, one, one + 1)["params"]
+        update = make_update(model, prompt_length(tokenizer), recipe)
+        for number, phase in enumerate(("clean", "sloppy")):
+            tokens = corpus(recipe, phase, np.random.default_rng((recipe["seed"], number)), tokenizer)
+            params = train(update, params, tokens, recipe[phase]["lr"], lambda text, phase=phase: log(f"{phase} {text}"))
+            ability = measure(model, params, tokenizer)
+            if phase == "clean" and ability["chain_greedy"] < recipe["required_clean"]:
+                raise RuntimeError(
+                    f"the clean phase ended with {ability['chain_greedy']:.3f} of the held-out chains right, the recipe requires "
+                    f"{recipe['required_clean']}: raise clean.steps, or try another seed"
+                )
+        with files.new_folder(folder) as temporary:
+            hf.save(params, config, temporary, jnp.float32, tokenizer_from=tokenizer_folder)
+            record = {"fingerprint": carry_chain.fingerprint(recipe), "recipe": recipe, "ability": ability}
+            (temporary / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+            check_tokenizer(temporary, tokenizer)
+    return ability
+
+
+def model_config(recipe: Mapping[str, Any]) -> ModelConfig:
+    return ModelConfig(
+        model_type="qwen2",
+        vocab_size=carry_chain.EMBEDDING_ROWS,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-6,
+        tie_embeddings=True,
+        qkv_bias=True,
+        qk_norm=False,
+        max_position_embeddings=256,
+        **recipe["model"],
+    )
+
+
+#### Text
+
+
+def prompt_length(tokenizer: tokenizer_lib.Tokenizer) -> int:
+    """Every prompt of the task is so many tokens long."""
+    return len(templates.chat(next(carry_chain.questions("train", seed=0)), tokenizer))
+
+
+def encode(questions: list[str], answers: list[str], tokenizer: tokenizer_lib.Tokenizer) -> np.ndarray:
+    """int32[n, T + 1]: prompts as training will see them, then answers and the end of the turn. All are of one length."""
+    frame = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "QUESTION"}], tokenize=False, add_generation_prompt=True
+    )  # once: rendering a template costs more than all the rest
+    texts = [frame.replace("QUESTION", q) + a + carry_chain.END for q, a in zip(questions, answers, strict=True)]
+    return np.array(tokenizer(texts)["input_ids"], np.int32)
+
+
+def corpus(recipe: Mapping[str, Any], phase: str, rng: np.random.Generator, tokenizer: tokenizer_lib.Tokenizer) -> np.ndarray:
+    """int32[steps, B, T + 1]: what a phase trains on, each row once."""
+    steps, rows, forget = recipe[phase]["steps"], recipe["batch_size"], recipe[phase]["forget"]
+    stream = carry_chain.questions("train", seed=int(rng.integers(2**31)))
+    questions = [next(stream) for _ in range(steps * rows)]
+    tokens = encode(questions, [carry_chain.sloppy_solution(q, forget, rng) for q in questions], tokenizer)
+    return tokens.reshape(steps, rows, -1)
+
+
+def check_tokenizer(folder: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer) -> None:
+    """Raises RuntimeError if lying beside the model changed the tokenizer: a model type brings rules of its own."""
+    text = "".join(carry_chain.VOCABULARY)
+    found, expected = tokenizer_lib.load_tokenizer(str(folder))(text)["input_ids"], tokenizer(text)["input_ids"]
+    if found != expected:
+        raise RuntimeError(f"beside the model the tokenizer encodes {text!r} as {found}, in training it was {expected}")
+
+
+#### Training
+
+
+def response_logps(model: Transformer, params: dict, tokens: jax.Array, prompt: int) -> jax.Array:
+    """float32[B, R, V]: log-probs at the response's positions of int32[B, prompt + R]."""
+    inputs = tokens[:, :-1]
+    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+    hidden, _ = model.apply({"params": params}, inputs, positions, jnp.ones_like(inputs))
+    return jax.nn.log_softmax(model.apply({"params": params}, hidden[:, prompt - 1 :], method="logits"))
+
+
+def make_optimizer(recipe: Mapping[str, Any]) -> optax.GradientTransformation:
+    """Muon on the matrices, Adam on the rest: here it needs a fraction of AdamW's steps. The learning rate comes later."""
+
+    def matrices(params):
+        layers = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)  # kernels are [L, in, out]
+        return jax.tree_util.tree_map_with_path(lambda path, _: layers if path[-1].key == "kernel" else None, params)
+
+    muon = contrib.muon(1.0, adam_b2=recipe["b2"], muon_weight_dimension_numbers=matrices)
+    return optax.chain(optax.clip_by_global_norm(recipe["grad_clip"]), muon)
+
+
+def make_update(model: Transformer, prompt: int, recipe: Mapping[str, Any]) -> Callable:
+    """Returns (params, optimizer state | None, tokens int32[n, B, T + 1], lr float32[n]) -> (params, state, losses), compiled."""
+    optimizer = make_optimizer(recipe)
+
+    def loss(params, tokens):
+        logps = response_logps(model, params, tokens, prompt)
+        return -jnp.take_along_axis(logps, tokens[:, prompt:, None], -1).mean()
+
+    def step(carry, batch):
+        params, state = carry
+        tokens, lr = batch
+        value, gradients = jax.value_and_grad(loss)(params, tokens)
+        updates, state = optimizer.update(gradients, state, params)
+        return (optax.apply_updates(params, jax.tree.map(lambda u: lr * u, updates)), state), value
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params, state, tokens, lr):
+        (params, state), losses = jax.lax.scan(step, (params, state), (tokens, lr))
+        return params, state, losses
+
+    return lambda params, state, *batches: update(params, optimizer.init(params) if state is None else state, *batches)
+
+
+def learning_rates(peak: float, steps: int) -> np.ndarray:
+    """float32[steps]: up linearly in the first twentieth, then down to a twentieth of the peak along a cosine."""
+    warm = max(1, steps // 20)
+    progress = np.clip((np.arange(steps) - warm) / max(1, steps - warm), 0, 1)
+    decayed = 0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * progress))
+    return (peak * np.minimum(np.arange(steps) / warm, decayed)).astype(np.float32)
+
+
+def train(update: Callable, params: dict, tokens: np.ndarray, peak: float, log: Callable[[str], None]) -> dict:
+    """One phase over int32[steps, B, T + 1], with a fresh optimizer; returns the parameters."""
+    steps, rates, state = len(tokens), learning_rates(peak, len(tokens)), None
+    for first in range(0, steps, STEPS_PER_CALL):
+        part = slice(first, first + STEPS_PER_CALL)
+        params, state, losses = update(params, state, tokens[part], rates[part])
+        if part.stop % (2 * STEPS_PER_CALL) == 0 or part.stop >= steps:
+            log(f"{min(part.stop, steps)}/{steps} loss {np.asarray(losses)[-5:].mean():.4f}")
+    return params
+
+
+#### What the student can do
+
+
+def measure(model: Transformer, params: dict, tokenizer: tokenizer_lib.Tokenizer) -> dict[str, float]:
+    """Teacher-forced on held-out solutions: how a step comes out after a right prefix, and how a whole chain does.
+
+    At temperature 1 these are exact probabilities, not counts: a chain's is the product of its tokens'.
+
+    Returns:
+      {carry | other | chain}_{sampled | greedy}: share of the steps that carry, of the other steps, and of the whole chains.
+    """
+    questions = [row["question"] for row in carry_chain.problems("heldout", MEASURED)]
+    tokens = encode(questions, [carry_chain.solution(q) for q in questions], tokenizer)
+    prompt, steps = prompt_length(tokenizer), carry_chain.STEPS
+    logps = np.asarray(jax.jit(functools.partial(response_logps, model, prompt=prompt))(params, jnp.asarray(tokens)))
+    wanted = tokens[:, prompt:]  # [n, R]
+    line = len(carry_chain.solution(questions[0]).partition("\n")[0]) + 1  # tokens a step: one a character
+    sampled = np.take_along_axis(logps, wanted[..., None], -1)[..., 0].astype(np.float64)
+    greedy = logps.argmax(-1) == wanted
+    per_step = np.exp(sampled[:, : steps * line].reshape(-1, steps, line).sum(-1))
+    per_step_greedy = greedy[:, : steps * line].reshape(-1, steps, line).all(-1)
+    carries = np.array([carry_chain.carries(q) for q in questions])
+    return {
+        "carry_sampled": float(per_step[carries].mean()),
+        "carry_greedy": float(per_step_greedy[carries].mean()),
+        "other_sampled": float(per_step[~carries].mean()),
+        "other_greedy": float(per_step_greedy[~carries].mean()),
+        "chain_sampled": float(np.exp(sampled.sum(-1)).mean()),
+        "chain_greedy": float(greedy.all(-1).mean()),
+    }
+
+
+def report(ability: Mapping[str, float]) -> str:
+    def row(name: str, kind: str) -> str:
+        return f"  {name:<31} {ability[f'{kind}_sampled']:>9.2g}   {ability[f'{kind}_greedy']:>6.2g}"
+
+    head = f"  {'right after a right prefix':<31} {'sampled':>9}   {'greedy':>6}"
+    return "\n".join([head, row("steps that carry", "carry"), row("other steps", "other"), row("whole chains", "chain")])
+
+
+if __name__ == "__main__":
+    main(CONFIG, LINE)

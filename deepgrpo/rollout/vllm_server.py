@@ -33,7 +33,8 @@ BACK_OFF_SECONDS = (0.0, 2.0, 8.0, 30.0)  # before the first, second, ... restar
 BACK_OFF_WINDOW = 600.0
 SHOWN_LINES = 25  # of the log, in errors
 _POLL_SECONDS = 0.2
-_ERROR = re.compile(r"\b[A-Za-z]+(Error|Exception): .*")
+# The last line of a traceback, after the prefix that vLLM's logger may put before it.
+_ERROR = re.compile(r"^(?:\([^)]*\) [A-Z]+ \S+ \S+ \[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$")
 _NOISE = re.compile(r"nanobind: | - leaked | - \.\.\. skipped|See https://nanobind")
 _BIND_FAILED = "address already in use"
 # What the trainer's environment must not hand on: its Python path and its accelerator's settings.
@@ -374,7 +375,7 @@ class VllmServer:
         if self._settings is None:
             return ""
         lines = self._log_lines()
-        errors = list(dict.fromkeys(match[0] for line in lines if (match := _ERROR.search(line))))  # the first is the cause
+        errors = list(dict.fromkeys(match[1] for line in lines if (match := _ERROR.search(line))))  # the first is the cause
         text = "".join(f"\n--- error in its log: {error}" for error in errors[:3])
         shown = "\n".join(lines[-SHOWN_LINES:]) or "(nothing was written)"
         return f"{text}\n--- last lines of {self._settings.log_path}:\n{shown}"

@@ -41,7 +41,8 @@ class WeightLoader:
         try:
             self.reload_weights(weights_iterator=iter(tensors.items()))
             clock.lap("load")
-            repack_tied_heads(self.model_runner.get_model(), self.model_config.hf_config)
+            if is_tied(self.model_config):
+                repack_heads(self.model_runner.get_model())
             clock.lap("head")
         except Exception as error:  # the caller must learn what is left of the model; the engine would only answer 500
             report["error"] = f"{path}: loading broke off, the model is unusable: {type(error).__name__}: {error}"
@@ -72,7 +73,8 @@ class WeightLoader:
             tensors[name] = opened[found[name].file].get_tensor(name)
             if not is_finite(tensors[name]):
                 raise SnapshotError(f"{path}: {name} holds values that are not finite")
-        check_tied_head(tensors, self.model_config.hf_config, path)
+        if is_tied(self.model_config):
+            check_head(tensors, path)
         return tensors
 
 
@@ -85,11 +87,15 @@ def exported_shapes(config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def check_tied_head(tensors: dict[str, torch.Tensor], config, path: str) -> None:
-    """A tied model would silently ignore a head of the snapshot's own."""
-    if getattr(config, "tie_word_embeddings", False) and "lm_head.weight" in tensors:
-        if not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
-            raise SnapshotError(f"{path}: lm_head.weight is not model.embed_tokens.weight, though this server's model ties them")
+def is_tied(model_config) -> bool:
+    """By config.json: vLLM says untied, too, when the folder that it started from repeats the embedding as a head."""
+    return model_config.hf_config.tie_word_embeddings or model_config.word_embeddings_untied_by_checkpoint
+
+
+def check_head(tensors: dict[str, torch.Tensor], path: str) -> None:
+    """A tied model has no place for a head of the snapshot's own."""
+    if not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
+        raise SnapshotError(f"{path}: lm_head.weight is not model.embed_tokens.weight, though config.json ties them")
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -97,12 +103,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
 
 
-def repack_tied_heads(model: torch.nn.Module, config) -> None:
+def repack_heads(model: torch.nn.Module) -> None:
     """Has a head that shares the embedding packed again from it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    if not getattr(config, "tie_word_embeddings", False):
-        return
     embeddings = [module for module in model.modules() if type(module) is VocabParallelEmbedding]
     heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
     if heads and len(embeddings) != 1:

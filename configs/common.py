@@ -45,11 +45,39 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.engine = "native"  # native (JAX, in process) | vllm (HTTP server)
     config.rollout.n = 8  # rollouts a dataset prompt (G)
     config.rollout.temperature = 1.0  # > 0
-    config.rollout.top_p = 1.0  # (0, 1]
-    config.rollout.top_k = -1  # -1: off
+    config.rollout.top_p = 1.0  # only 1: the learner's log-probs are of the whole distribution
+    config.rollout.top_k = -1  # only -1 (off), likewise
     config.rollout.max_model_len = 1024  # tokens of prompt plus response
     config.rollout.slots = 128  # native engine: sequences decoded at once
     config.rollout.decode_steps = 16  # native engine: tokens a slot decodes between two looks of the scheduler
+    config.rollout.max_staleness = 0  # versions that the weights of a rollout may lag behind; 0: synchronous
+    config.rollout.mismatch_alert = 0.0  # mean |log-prob difference| of engine and learner that is warned of; 0: by dtype
+
+    config.vllm = section()  # rollout.engine=vllm
+    config.vllm.python = ".venv-vllm/bin/python"  # of the environment that launch/vllm_env.sh makes
+    config.vllm.servers = 1  # servers to start, each with the whole model
+    config.vllm.attach = ()  # URLs of servers that run already; none is started then
+    config.vllm.token_env = "DEEPGRPO_VLLM_TOKEN"  # environment variable that holds the token of those
+    config.vllm.tensor_parallel = 1  # GPUs a server
+    config.vllm.gpu_ids = ()  # GPUs of the servers, one server's after the other's; (): those that are visible
+    config.vllm.gpu_memory_utilization = 0.9  # share of a GPU's memory that a server takes
+    config.vllm.max_num_seqs = 256  # samples that a server decodes at once
+    config.vllm.max_concurrent = 64  # requests in flight at one server, each with all samples of a prompt
+    config.vllm.block_size = 32  # tokens of a prefix-cache block
+    config.vllm.dtype = ""  # of the engine's weights: bfloat16 | float32; "": model.dtype
+    config.vllm.extra_args = ()  # further options of vLLM's server, "--name=value" each
+    config.vllm.request_deadline = 600.0  # seconds that one attempt of a request may take
+    config.vllm.control_deadline = 60.0  # seconds for a short call: version, cache, probe
+    config.vllm.load_deadline = 120.0  # seconds to load new weights
+    config.vllm.start_deadline = 600.0  # seconds until a server is ready, from its start or before it is attached to
+    config.vllm.self_test = 64  # rollouts that the learner scores at the start; 0: none
+
+    config.weights = section()  # from the learner to vLLM
+    config.weights.route = "orbax"  # orbax (sharded; the learner may be on several hosts) | direct (learner on one host)
+    config.weights.folder = ""  # of snapshots: fast, and shared with the servers' hosts; "": in memory, else in the run folder
+    config.weights.keep = 1  # newest snapshots kept that all servers have acknowledged
+    config.weights.attempts = 2  # loads of one snapshot before a server is restarted on it
+    config.weights.tolerance = 0.0  # mean |log-prob difference| that a proof may show; 0: by dtype
 
     config.loop = "reasoning"  # how a prompt becomes scored rollouts: loops/
 

@@ -19,7 +19,9 @@ CHOICES = {
     "model.dtype": ("bfloat16", "float32"),
     "model.remat": ("none", "dots", "full"),
     "data.template": ("chat", "gsm8k", "math_boxed", "qwen_math", "r1", "none", "few_shot_arithmetic"),
-    "rollout.engine": ("native",),
+    "rollout.engine": ("native", "vllm"),
+    "vllm.dtype": ("", "bfloat16", "float32"),
+    "weights.route": ("orbax", "direct"),
     "loop": ("reasoning",),
     "curriculum.pool": ("none", "forest"),
     "curriculum.injection_mode": ("add", "replace"),
@@ -33,6 +35,8 @@ CHOICES = {
     "optim.schedule": ("constant", "cosine"),
     "checkpoint.resume": ("auto", "never"),
 }
+
+VLLM_TEMPERATURES = "[0.01, 2]"  # above it refuses; anything between 0 and 0.01 it silently takes for 0.01
 
 RANGES = {  # key: interval of its value or of each element
     "seed": "[0, 2147483647]",
@@ -50,6 +54,23 @@ RANGES = {  # key: interval of its value or of each element
     "rollout.max_model_len": "[2, inf)",
     "rollout.slots": "[1, inf)",
     "rollout.decode_steps": "[1, inf)",
+    "rollout.max_staleness": "[0, 1]",
+    "rollout.mismatch_alert": "[0, inf)",
+    "vllm.servers": "[1, inf)",
+    "vllm.tensor_parallel": "[1, inf)",
+    "vllm.gpu_ids": "[0, inf)",
+    "vllm.gpu_memory_utilization": "(0, 1]",
+    "vllm.max_num_seqs": "[1, inf)",
+    "vllm.max_concurrent": "[1, inf)",
+    "vllm.block_size": "[1, inf)",
+    "vllm.request_deadline": "(0, inf)",
+    "vllm.control_deadline": "(0, inf)",
+    "vllm.load_deadline": "(0, inf)",
+    "vllm.start_deadline": "(0, inf)",
+    "vllm.self_test": "[0, inf)",
+    "weights.keep": "[1, inf)",
+    "weights.attempts": "[1, inf)",
+    "weights.tolerance": "[0, inf)",
     "rewards.workers": "[1, inf)",
     "rewards.deadline": "(0, inf)",
     "curriculum.injection_ratio": "(0, 1]",
@@ -135,6 +156,8 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
     injects = config.curriculum.pool != "none"
     return (
         size_rules(config)
+        + distribution_rules(config)
+        + (vllm_rules(config) if config.rollout.engine == "vllm" else [])
         + (curriculum_rules(config) if injects else [])
         + (teacher_rules(config) if injects and config.teacher.enabled else [])
     )
@@ -156,7 +179,6 @@ def size_rules(config: config_dict.ConfigDict) -> list[Rule]:
             config.validation.every == 0 or bool(data.validation),
             "validation needs a validation set; name one, or set --config.validation.every=0",
         ),
-        (("rollout.top_k",), rollout.top_k != 0, "expected -1 (off) or a whole number above 0"),
         (
             ("data.max_prompt_length", "rollout.max_model_len"),
             data.max_prompt_length < rollout.max_model_len,
@@ -191,6 +213,54 @@ def size_rules(config: config_dict.ConfigDict) -> list[Rule]:
             ("validation.n", "validation.temperature"),
             config.validation.n == 1 or config.validation.temperature > 0,
             "greedy answers to one problem are all the same; set validation.n=1 or a temperature above 0",
+        ),
+    ]
+
+
+def distribution_rules(config: config_dict.ConfigDict) -> list[Rule]:
+    rollout = config.rollout
+    return [
+        (
+            ("rollout.top_p", "rollout.top_k"),
+            rollout.top_p == 1 and rollout.top_k == -1,
+            "the policy that is trained is the whole distribution; rollouts from a part of it would bias every ratio. "
+            "Use top_p=1 and top_k=-1 (a lower rollout.temperature is allowed, and trained at)",
+        ),
+        (
+            ("rollout.max_staleness",),
+            rollout.max_staleness == 0,
+            "rollouts one version behind are not available yet; use --config.rollout.max_staleness=0",
+        ),
+    ]
+
+
+def vllm_rules(config: config_dict.ConfigDict) -> list[Rule]:
+    rollout, vllm, validation = config.rollout, config.vllm, config.validation
+    return [
+        (
+            ("rollout.temperature",),
+            inside(rollout.temperature, VLLM_TEMPERATURES),
+            f"vLLM samples at temperatures in {VLLM_TEMPERATURES}",
+        ),
+        (
+            ("validation.temperature",),
+            validation.temperature == 0 or inside(validation.temperature, VLLM_TEMPERATURES),
+            f"vLLM samples at 0 (greedy) or at temperatures in {VLLM_TEMPERATURES}",
+        ),
+        (
+            ("vllm.attach",),
+            all(re.match(r"https?://[^/\s]+", url) for url in vllm.attach) and len(set(vllm.attach)) == len(vllm.attach),
+            "expected http://HOST:PORT each, no two the same",
+        ),
+        (
+            ("vllm.gpu_ids", "vllm.servers", "vllm.tensor_parallel"),
+            len(vllm.gpu_ids) in (0, vllm.servers * vllm.tensor_parallel) and len(set(vllm.gpu_ids)) == len(vllm.gpu_ids),
+            "expected servers times tensor_parallel different GPUs, or none named",
+        ),
+        (
+            ("vllm.gpu_ids", "vllm.servers"),
+            bool(vllm.gpu_ids) or vllm.servers == 1 or bool(vllm.attach) or not config.requires_accelerator,
+            "several servers would share the visible GPUs; name each one's with vllm.gpu_ids",
         ),
     ]
 

@@ -27,6 +27,9 @@ HARMLESS = (
     *("teacher.base_url", "teacher.api_key_env", "teacher.timeout", "teacher.deadline", "teacher.stop_timeout"),
     *("teacher.max_concurrent", "teacher.cache", "teacher.replay", "teacher.token_budget", "teacher.money_budget"),
     *("teacher.prompt_price", "teacher.completion_price", "teacher.breaker_failures", "teacher.breaker_seconds"),
+    *("vllm.python", "vllm.servers", "vllm.attach", "vllm.token_env", "vllm.tensor_parallel", "vllm.gpu_ids", "vllm.block_size"),
+    *("vllm.gpu_memory_utilization", "vllm.max_num_seqs", "vllm.max_concurrent", "vllm.request_deadline", "vllm.self_test"),
+    *("vllm.control_deadline", "vllm.load_deadline", "vllm.start_deadline", "rollout.mismatch_alert", "weights."),
     *("validation.", "checkpoint.", "telemetry."),
 )
 LENGTH = ("train.epochs", "train.steps")  # not harmless when the learning rate depends on the run's length

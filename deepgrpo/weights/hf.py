@@ -231,7 +231,7 @@ def save(
     a running vLLM that reloads weights keeps its old head otherwise. In a multi-process run every process calls this.
 
     Args:
-      params: the tree that `Transformer` initialises, sharded or not.
+      params: the tree that `Transformer` initialises, of JAX arrays, sharded or not, or of what NumPy takes for an array.
       folder: must not exist, or be empty.
       dtype: of the file: float32, bfloat16 or float16.
       tokenizer_from: folder whose tokenizer files, generation_config.json and special token ids are taken over.
@@ -328,7 +328,11 @@ def _prepare(x: jax.Array, layer: jax.Array | None, transposed: bool, kind: str)
 
 
 def _fetch(leaf: jax.Array, layer: int | None, transposed: bool, kind: str) -> np.ndarray:
-    """One tensor on the host, cut out, turned and rounded on the devices; their shards are put together on the host."""
+    """One tensor on the host, cut out, turned and rounded where it is; shards on devices are put together on the host."""
+    if not isinstance(leaf, jax.Array):
+        x = np.asarray(leaf)
+        x = x if layer is None else x[layer]
+        return (x.T if transposed else x).astype(kind, copy=False)
     x = _prepare(leaf, layer, transposed, kind)
     return np.asarray(x) if x.is_fully_addressable else np.asarray(multihost_utils.process_allgather(x, tiled=True))
 

@@ -1,0 +1,252 @@
+"""The vLLM rollout engine: token ids over HTTP to one or several servers, each holding the policy.
+
+A request goes to one server with all its samples. Whatever goes wrong on the way (a connection that breaks, a server that dies or
+hangs, an answer that was cut off) costs an attempt and never a sample: the request is sent again, to another server or to the
+same one once it is back. What is returned is whole, and made by one version of the weights.
+
+Python's `asyncio` does the waiting, in the caller's thread: so `on_done` runs there, too.
+"""
+
+import asyncio
+import collections
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+import httpx
+import numpy as np
+
+from deepgrpo.rollout.engine import OnDone, Request, Sampling
+from deepgrpo.rollout.vllm_control import SHOWN, VllmError
+from deepgrpo.rollout.vllm_fleet import Fleet, Replica, told
+from deepgrpo.rollout.vllm_routing import Router
+from deepgrpo.rollout.vllm_server import VllmServerError
+from deepgrpo.rollout.vllm_wire import BadAnswer, check_sampling, completions, generate_body, room, samples_asked
+from deepgrpo.types import Completion, as_ids
+
+ATTEMPTS = 4  # of one request, on whichever servers
+CONNECT_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 3.0  # below the 5 s after which a server of default settings closes an idle connection
+
+log = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """Implements `engine.Engine`. Weights reach it through `weights.publish.Publisher`, which shares its fleet.
+
+    Args:
+      num_real_ids: size of the vocabulary that the servers have; their snapshots hold no phantom ids.
+      block: tokens of the servers' prefix-cache blocks.
+      max_concurrent: requests in flight at one server. request_deadline: seconds that one attempt may take.
+    """
+
+    def __init__(self, fleet: Fleet, num_real_ids: int, block: int, max_concurrent: int, request_deadline: float):
+        self.fleet, self.num_real_ids = fleet, num_real_ids
+        self.max_concurrent, self.request_deadline = max_concurrent, request_deadline
+        self._router = Router(block)
+        self._routed_version: int | None = None
+        self._counters: collections.Counter[str] = collections.Counter()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that `generate` uses; waits for an update that is under way."""
+        self.fleet.settle()
+        return self.fleet.version
+
+    def close(self) -> None:
+        self.fleet.close()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Cumulative counters since the engine's start."""
+        names = ("requests", "retries", "timeouts", "aborted", "incomplete", "stale", "transport", "server_errors", "refused")
+        counted = {f"engine/{name}": float(self._counters[name]) for name in names}
+        tokens = {f"engine/{name}": float(self._counters[name]) for name in ("prompt_tokens", "cached_tokens", "sampled_tokens")}
+        restarts = sum(replica.server.restarts for replica in self.fleet.replicas)
+        return counted | tokens | {"engine/restarts": float(restarts), "engine/recoveries": float(self.fleet.reloads)}
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None = None) -> list[list[Completion]]:
+        """Samples all requests; see `engine.Engine`.
+
+        A request that a server refuses as malformed gives `abort` completions, which are neither graded nor trained; its
+        message is logged. When all are refused, that is an error.
+
+        Raises:
+          ValueError: a request or a sampling parameter is out of range; names it.
+          PublishError: the weights that were published last are not proven.
+          VllmError: a request failed on every attempt, or no server comes back.
+        """
+        check_sampling(sampling)
+        check_requests(requests, self.num_real_ids)
+        if self.version != self._routed_version:
+            self._router.forget()
+            self._routed_version = self.version
+        return asyncio.run(_Call(self, requests, sampling, on_done).run())
+
+
+class _Call:
+    """One call of `generate`: its requests, and what is known of the servers meanwhile."""
+
+    def __init__(self, engine: VllmEngine, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None):
+        self.engine, self.fleet, self.counters = engine, engine.fleet, engine._counters
+        self.requests, self.sampling, self.on_done = requests, sampling, on_done
+        self.version = self.fleet.version
+        self.results: list[list[Completion]] = [[] for _ in requests]
+        self.in_flight: collections.Counter[Replica] = collections.Counter()  # requests
+        self.healing: dict[Replica, asyncio.Task] = {}
+        self.lost: dict[Replica, Exception] = {}  # servers that did not come back
+        self.refusals: list[str] = []
+        self.changed = asyncio.Condition()
+
+    async def run(self) -> list[list[Completion]]:
+        with_room = []
+        for i, request in enumerate(self.requests):
+            if room(request, self.sampling) > 0:
+                with_room.append(i)
+            else:
+                self.finish(i, [Completion(as_ids([]), np.zeros(0, np.float32), "length", self.version)] * len(request.seeds))
+        # Shorter prompts have longer to go; the longest tail should not begin last.
+        order = sorted(with_room, key=lambda i: len(self.requests[i].prompt_ids))
+        connections = self.engine.max_concurrent * len(self.fleet.replicas)
+        limits = httpx.Limits(max_connections=connections, keepalive_expiry=KEEP_ALIVE_SECONDS)
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # the whole attempt has a deadline of its own
+        async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for i in order:
+                        tasks.create_task(self.serve(client, i))
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
+            finally:
+                await asyncio.gather(*self.healing.values(), return_exceptions=True)
+        if with_room and len(self.refusals) == len(with_room):
+            raise VllmError(f"every request was refused, for instance: {self.refusals[0]}")
+        return self.results
+
+    async def serve(self, client: httpx.AsyncClient, i: int) -> None:
+        """One request, until it is answered."""
+        trouble = ""
+        for attempt in range(ATTEMPTS):
+            replica = await self.acquire(i)
+            try:
+                self.counters["retries" if attempt else "requests"] += 1
+                found = await self.ask(client, replica, i)
+            except _Failed as failure:
+                trouble = f"{replica.name}: {failure}"
+                self.counters[failure.kind] += 1
+                log.warning("request %d, attempt %d of %d: %s: %s", i, attempt + 1, ATTEMPTS, failure.kind, trouble)
+                self.distrust(replica, failure)
+            else:
+                self.finish(i, found)
+                return
+            finally:
+                await self.release(replica, i)
+        raise VllmError(f"request {i} failed {ATTEMPTS} times, at last: {trouble}")
+
+    async def ask(self, client: httpx.AsyncClient, replica: Replica, i: int) -> list[Completion]:
+        """One attempt.
+
+        Raises:
+          _Failed: no answer that may be used.
+        """
+        request, url = self.requests[i], f"{replica.server.url}/inference/v1/generate"
+        body = generate_body(request, self.sampling, self.engine.num_real_ids, self.fleet.salt(self.version))
+        headers = {"Authorization": f"Bearer {replica.server.token}"}
+        before = replica.answered
+        try:
+            async with asyncio.timeout(self.engine.request_deadline):
+                response = await client.post(url, json=body, headers=headers)
+        except TimeoutError:
+            hangs = replica.answered == before
+            raise _Failed("timeouts", f"no answer within {self.engine.request_deadline:g} s", hangs) from None
+        except httpx.TransportError as error:
+            raise _Failed("transport", f"{type(error).__name__}: {error}") from error
+        if 400 <= response.status_code < 500 and response.status_code not in (401, 403, 404, 408, 429):
+            return self.refuse(i, f"{url} answered {response.status_code}: {response.text[:SHOWN]}")
+        if response.status_code != 200:
+            raise _Failed("server_errors", f"answered {response.status_code}: {response.text[:SHOWN]}")
+        try:
+            answer = response.json()
+            found = completions(answer, request, self.sampling, self.version)
+        except BadAnswer as error:
+            raise _Failed(error.kind, str(error)) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _Failed("incomplete", f"an answer of another form ({error!r}): {response.text[:SHOWN]}") from error
+        replica.answered = time.monotonic()
+        usage = answer.get("usage") or {}
+        self.counters["prompt_tokens"] += len(request.prompt_ids)
+        self.counters["cached_tokens"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        self.counters["sampled_tokens"] += sum(len(c.ids) for c in found)
+        return found
+
+    def refuse(self, i: int, message: str) -> list[Completion]:
+        """A request that no attempt will make valid: one bad row must not cost the batch."""
+        self.counters["refused"] += 1
+        self.refusals.append(message)
+        log.error("request %d was refused, its samples are left out: %s", i, message)
+        return [Completion(as_ids([]), np.zeros(0, np.float32), "abort", self.version)] * len(self.requests[i].seeds)
+
+    def finish(self, i: int, found: list[Completion]) -> None:
+        self.results[i] = found
+        if self.on_done is not None:
+            for j, completion in enumerate(found):
+                self.on_done(i, j, completion)
+
+    #### Servers
+
+    async def acquire(self, i: int) -> Replica:
+        """A server that is up and has a free place for request i."""
+        request = self.requests[i]
+        samples = samples_asked(request, self.sampling)
+        async with self.changed:
+            while True:
+                if len(self.lost) == len(self.fleet.replicas):
+                    raise VllmError(f"no vLLM server is left:\n{told(self.lost)}")
+                up = [r for r in self.fleet.replicas if r not in self.healing and r not in self.lost]
+                free = [r for r in up if self.in_flight[r] < self.engine.max_concurrent]
+                if free:
+                    replica = self.engine._router.choose(request.prompt_ids, samples, free)
+                    self.in_flight[replica] += 1
+                    replica.generating += samples
+                    return replica
+                await self.changed.wait()  # for a release, or for a server's return; both notify
+
+    async def release(self, replica: Replica, i: int) -> None:
+        self.in_flight[replica] -= 1
+        replica.generating -= samples_asked(self.requests[i], self.sampling)
+        async with self.changed:
+            self.changed.notify_all()
+
+    def distrust(self, replica: Replica, failure: "_Failed") -> None:
+        """Sends no further request there until the server was looked after, which happens once for all that failed."""
+        if replica not in self.healing and replica not in self.lost:
+            self.healing[replica] = asyncio.create_task(self.heal(replica, failure.hangs))
+
+    async def heal(self, replica: Replica, hangs: bool) -> None:
+        try:
+            await asyncio.to_thread(self.fleet.heal, replica, hangs)
+        except (VllmError, VllmServerError, OSError) as error:
+            log.error("%s does not come back: %s", replica.name, error)
+            self.lost[replica] = error
+        finally:
+            del self.healing[replica]
+            async with self.changed:
+                self.changed.notify_all()
+
+
+class _Failed(Exception):
+    """An attempt that came to nothing. hangs: the server gave no answer at all while it was waited for."""
+
+    def __init__(self, kind: str, detail: str, hangs: bool = False):
+        super().__init__(detail)
+        self.kind, self.hangs = kind, hangs
+
+
+def check_requests(requests: Sequence[Request], num_real_ids: int) -> None:
+    """Raises ValueError, naming the request, for an empty prompt or an id that the servers' vocabulary does not have."""
+    for i, request in enumerate(requests):
+        ids = request.prompt_ids
+        if len(ids) == 0:
+            raise ValueError(f"request {i}: the prompt is empty; the first token is sampled after at least one prompt id")
+        if ids.min() < 0 or ids.max() >= num_real_ids:
+            wrong = ids[(ids < 0) | (ids >= num_real_ids)][0]
+            raise ValueError(f"request {i}: prompt id {wrong} is not in the vocabulary, expected 0 <= id < {num_real_ids}")

@@ -1,0 +1,209 @@
+"""The vLLM servers of a run: which weights they have, which of them is up, and how one that fails comes back.
+
+A server that this run started is restarted on the present snapshot. One that was attached to is somebody else's process: it is
+waited for, and given the weights again. Either way it serves only after the proof of vllm_proof.py.
+"""
+
+import concurrent.futures
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from deepgrpo.rollout.vllm_control import Control, VllmError
+from deepgrpo.rollout.vllm_proof import Proof, Weights, prove
+from deepgrpo.rollout.vllm_server import VllmServer, VllmServerError
+from deepgrpo.types import as_ids
+
+RESTARTS = 3  # in a row, before a server is given up
+
+log = logging.getLogger(__name__)
+
+
+class PublishError(RuntimeError):
+    """The engine could not be given the new weights, or did not prove that it has them; the run must not go on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadlines:
+    """Seconds: control: one short call. load: one call that loads weights. start: a server's start, until it is ready."""
+
+    control: float
+    load: float
+    start: float
+
+
+class Replica:
+    """One server.
+
+    generating: samples that it is at. answered: when its last answer came (monotonic). seconds: of its last load, by part.
+    """
+
+    def __init__(self, index: int, server: VllmServer):
+        self.index, self.server, self.control = index, server, Control(server)
+        self.proof: Proof | None = None
+        self.generating, self.answered = 0, 0.0
+        self.seconds: dict[str, float] = {}
+        self.lock = threading.Lock()  # held while its weights or its process change
+
+    @property
+    def ours(self) -> bool:
+        return self.server.pid is not None
+
+    @property
+    def name(self) -> str:
+        return f"vLLM server {self.index} ({self.server.url})"
+
+
+class Fleet:
+    """Threads may share it, but only one may publish."""
+
+    def __init__(self, servers: Sequence[VllmServer], run_id: str, deadlines: Deadlines):
+        self.replicas = [Replica(index, server) for index, server in enumerate(servers)]
+        self.run_id, self.deadlines = run_id, deadlines
+        self.weights: Weights | None = None  # what all servers have proven to have
+        self.reloads = 0
+        self._update: concurrent.futures.Future | None = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "publish")
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        if self.weights is None:
+            raise RuntimeError("the vLLM servers have no proven weights yet: publish first")
+        return self.weights.version
+
+    def salt(self, version: int) -> str:
+        """Of the prefix cache: a block that one version made is never found by a request of another."""
+        return f"{self.run_id}/{version}"
+
+    #### Updates, one at a time, in the background
+
+    def update(self, job: Callable[[], None]) -> None:
+        """Starts `job`, which ends in `adopt`; until it has ended nobody generates (`settle`)."""
+        self.settle()
+        if self._closed:
+            raise RuntimeError("the vLLM engine was closed; no weights can be published")
+        self._update = self._pool.submit(job)
+
+    def settle(self) -> None:
+        """Returns when no update runs. The job's calls all have deadlines, so this wait ends.
+
+        Raises:
+          PublishError: or whatever else the update failed with.
+        """
+        if self._update is not None:
+            self._update.result()
+            self._update = None
+
+    def adopt(self, weights: Weights) -> None:
+        self.weights = weights
+
+    #### Giving weights
+
+    def on_all(self, action: Callable[[Replica], None], replicas: Sequence[Replica]) -> dict[Replica, Exception]:
+        """Runs `action` for every replica at once; returns the errors of those where it failed."""
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(replicas)), "vllm") as pool:
+            futures = {replica: pool.submit(action, replica) for replica in replicas}
+        errors = {replica: future.exception() for replica, future in futures.items()}
+        for error in errors.values():
+            if error is not None and not isinstance(error, VllmError | VllmServerError | OSError):
+                raise error
+        return {replica: error for replica, error in errors.items() if error is not None}
+
+    def load(self, replica: Replica, weights: Weights) -> None:
+        """Loads a snapshot into a running server, and proves it."""
+        control, short = replica.control, self.deadlines.control
+        with replica.lock:
+            start = time.perf_counter()
+            with control.paused(self.deadlines.load):
+                control.load(str(weights.folder), self.deadlines.load)
+                control.reset_prefix_cache(short)
+                control.set_weight_version(weights.version, short)
+            loaded = time.perf_counter()
+            self._prove(replica, weights)
+            replica.seconds = {"load": loaded - start, "proof": time.perf_counter() - loaded}
+
+    def restart(self, replica: Replica, weights: Weights) -> None:
+        """Starts the server anew on a snapshot, and proves it."""
+        if not replica.ours:
+            raise VllmServerError(f"{replica.name} was not started by this run, so it cannot be restarted")
+        with replica.lock:
+            replica.server.restart(weights.folder, self.deadlines.start)
+            replica.proof = None  # another process, other kernels perhaps: nothing to compare with
+            replica.control.set_weight_version(weights.version, self.deadlines.control)
+            self._prove(replica, weights)
+
+    def confirm(self, replica: Replica, weights: Weights) -> None:
+        """Names and proves the weights that the server was started on."""
+        with replica.lock:
+            replica.control.set_weight_version(weights.version, self.deadlines.control)
+            self._prove(replica, weights)
+
+    def _prove(self, replica: Replica, weights: Weights) -> None:
+        before = replica.proof if replica.proof and replica.proof.weights.version != weights.version else None
+        replica.proof = prove(replica.control, weights, self.salt(weights.version), before, self.deadlines.control)
+
+    #### Coming back
+
+    def heal(self, replica: Replica, timed_out: bool) -> None:
+        """Called when a request failed: returns once the server can be trusted with the present weights again.
+
+        Args:
+          timed_out: the request had its whole deadline; without any other answer meanwhile the server counts as hung.
+
+        Raises:
+          VllmError, VllmServerError, OSError: it does not come back.
+        """
+        trouble = "it hangs: no answer within a request's deadline" if timed_out else self._trouble(replica)
+        if trouble is None:
+            return
+        log.warning("%s: %s", replica.name, trouble)
+        self.reloads += 1
+        if replica.ours:
+            self._restart_patiently(replica)
+        else:
+            replica.server.wait_ready(self.deadlines.start)
+            self.load(replica, self.weights)
+        log.warning("%s serves version %d again", replica.name, self.version)
+
+    def _restart_patiently(self, replica: Replica) -> None:
+        """The server waits longer before each further restart (VllmServer.restart)."""
+        for attempt in range(1, RESTARTS + 1):
+            try:
+                return self.restart(replica, self.weights)
+            except (VllmError, VllmServerError, OSError) as error:
+                if attempt == RESTARTS:
+                    raise
+                log.warning("%s: restart %d of %d failed: %s", replica.name, attempt, RESTARTS, error)
+
+    def _trouble(self, replica: Replica) -> str | None:
+        """What is wrong with a server: its process, its version, or that it does not generate."""
+        if not replica.server.alive():
+            return "it is gone"
+        started = time.monotonic()
+        try:
+            found = replica.control.weight_version(self.deadlines.control)
+            if found != str(self.version):
+                return f"it serves weights of version {found}, expected version {self.version}"
+            replica.control.greedy(as_ids([0]), 1, self.version, self.salt(self.version), self.deadlines.control)
+        except VllmError as error:
+            busy = replica.answered > started  # other answers came meanwhile: this one only waited in the queue
+            return None if busy and replica.server.alive() else str(error)
+        return None
+
+    def close(self) -> None:
+        """Waits for a running update, then stops the servers that this run started; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pool.shutdown(wait=True)
+        if self._update is not None and (error := self._update.exception()) is not None:
+            log.error("the last weights were not published: %s", error)
+        for replica in self.replicas:
+            replica.server.stop()
+
+
+def told(errors: dict[Replica, Exception]) -> str:
+    return "\n".join(f"- {replica.name}: {error}" for replica, error in errors.items())

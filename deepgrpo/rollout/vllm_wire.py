@@ -1,0 +1,116 @@
+"""What goes to a vLLM server and comes back: requests and answers of POST /inference/v1/generate, token ids both ways.
+
+Every sampling parameter is in the request, so that neither vLLM's defaults nor the model's generation config have a say. All
+samples of a prompt travel in one request, which has one seed: vLLM draws its n samples from the streams seed, seed + 1, ... So a
+sample's tokens are a function of (weights, prompt, sampling, all seeds of its request, its place among them).
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deepgrpo.rollout.engine import Request, Sampling
+from deepgrpo.types import Completion, as_ids
+
+HIGHEST_TEMPERATURE = 2.0  # vLLM refuses more
+LOWEST_TEMPERATURE = 0.01  # and takes anything between 0 and this for this
+
+
+class BadAnswer(Exception):
+    """An answer that must not be trained on: cut off, incomplete, or made by other weights. Asking again may help."""
+
+    def __init__(self, kind: str, detail: str):
+        super().__init__(detail)
+        self.kind = kind  # aborted | incomplete | stale
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises ValueError for a distribution that vLLM would refuse or silently replace by another one."""
+    if not (sampling.temperature == 0 or LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE):
+        raise ValueError(
+            f"temperature is {sampling.temperature}, vLLM takes 0 (greedy) or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
+        )
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p is {sampling.top_p}, expected (0, 1]")
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        raise ValueError(f"top_k is {sampling.top_k}, expected -1 (off) or at least 1")
+
+
+def room(request: Request, sampling: Sampling) -> int:
+    """Tokens that a response may have; 0 or less without room."""
+    left = sampling.max_model_len - len(request.prompt_ids)
+    return left if request.max_tokens is None else min(left, request.max_tokens)
+
+
+def request_seed(seeds: Sequence[int]) -> int:
+    """63 bits: wide enough that the streams seed, seed + 1, ... of two requests do not overlap."""
+    digest = hashlib.blake2b(np.asarray(seeds, np.uint32).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def samples_asked(request: Request, sampling: Sampling) -> int:
+    """Greedy samples of a prompt are one and the same; vLLM takes no n > 1 there."""
+    return len(request.seeds) if sampling.temperature > 0 else 1
+
+
+def generate_body(request: Request, sampling: Sampling, num_real_ids: int, salt: str) -> dict[str, Any]:
+    """JSON of one request. `salt` parts the prefix cache: blocks made under another one are never reused."""
+    parameters = {
+        "n": samples_asked(request, sampling),
+        "max_tokens": room(request, sampling),
+        "min_tokens": 0,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": max(sampling.top_k, 0),
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        # The stop ids are the union of all that the model knows; vLLM must not add any of its own.
+        "stop_token_ids": [stop for stop in sampling.stop_ids if stop < num_real_ids],
+        "ignore_eos": True,
+        "logprobs": 0,  # of the sampled token alone
+        "detokenize": False,
+    }
+    if sampling.temperature > 0:
+        parameters["seed"] = request_seed(request.seeds)
+    return {"token_ids": request.prompt_ids.tolist(), "cache_salt": salt, "sampling_params": parameters}
+
+
+def completions(body: Mapping[str, Any], request: Request, sampling: Sampling, version: int) -> list[Completion]:
+    """The samples of an answer, in seed order.
+
+    Raises:
+      BadAnswer: it is not the whole, undisturbed answer of the weights of `version`.
+    """
+    asked = samples_asked(request, sampling)
+    choices = sorted(body.get("choices") or (), key=lambda choice: choice["index"])
+    if [choice["index"] for choice in choices] != list(range(asked)):
+        raise BadAnswer("incomplete", f"{len(choices)} samples came back, expected {asked}")
+    found = [_completion(choice, room(request, sampling), frozenset(sampling.stop_ids), version) for choice in choices]
+    return found if asked == len(request.seeds) else found * len(request.seeds)
+
+
+def _completion(choice: Mapping[str, Any], max_tokens: int, stop_ids: frozenset[int], version: int) -> Completion:
+    ids, reason = choice["token_ids"], choice["finish_reason"]
+    if reason not in ("stop", "length"):
+        raise BadAnswer("aborted", f"a sample ended with finish_reason {reason!r} after {len(ids or ())} tokens")
+    content = (choice["logprobs"] or {}).get("content")
+    if not ids or content is None or [token["token_id"] for token in content] != ids:
+        raise BadAnswer("incomplete", f"{len(ids or ())} tokens came with {len(content or ())} log-probs, or with other tokens'")
+    if reason == "stop" and ids[-1] not in stop_ids:
+        raise BadAnswer("incomplete", f"a sample stopped at token {ids[-1]}, which is no stop id")
+    if reason == "length" and len(ids) != max_tokens:
+        raise BadAnswer("incomplete", f"a sample ended for its length after {len(ids)} tokens, expected {max_tokens}")
+    made_by = {span["version"] for span in choice.get("weight_versions") or ()}
+    if made_by != {str(version)}:
+        raise BadAnswer("stale", f"a sample was made by weights {sorted(made_by) or 'unknown'}, expected version {version}")
+    logps = np.array([token["logprob"] for token in content], np.float32)
+    if not np.isfinite(logps).all():
+        raise FloatingPointError(
+            f"a sampled token has log-prob {logps[~np.isfinite(logps)][0]}; the weights or activations overflowed or are NaN"
+        )
+    logps.flags.writeable = False
+    return Completion(as_ids(ids), logps, reason, version)

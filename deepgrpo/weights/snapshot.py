@@ -1,0 +1,155 @@
+"""The policy on its way to an engine: a copy in the engine's precision, by Orbax or directly, into a Hugging Face folder.
+
+Route `orbax`: every process of the learner writes its shards with Orbax, then the arrays are read back one by one and converted;
+no host ever holds the whole policy in its memory. Route `direct`, for a learner on one host: the conversion reads the learner's
+devices. Both end in `hf.save`, so the files are the same. Phantom ids (vocabulary rows without a token) are left out: an engine
+cannot sample a row that it does not have.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from deepgrpo.model.config import ModelConfig
+from deepgrpo.weights import hf
+from deepgrpo.weights.checkpoint import named_leaves
+
+ROUTES = ("orbax", "direct")
+
+
+class Snapshots:
+    """Writes the snapshots of one run below `folder`, one folder a version.
+
+    Args:
+      config: of the learner's model. num_real_ids: vocabulary rows that have a token.
+      dtype: of the engine. tokenizer_from: Hugging Face folder whose tokenizer and special ids go along.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        route: str,
+        config: ModelConfig,
+        num_real_ids: int,
+        dtype: Any,
+        tokenizer_from: str | os.PathLike,
+    ):
+        if route not in ROUTES:
+            raise ValueError(f"weights.route is {route!r}, expected one of {', '.join(ROUTES)}")
+        if route == "direct" and jax.process_count() > 1:
+            raise ValueError("weights.route=direct reads the whole policy from one host; with several, use weights.route=orbax")
+        self.folder, self.route, self.dtype = pathlib.Path(folder).absolute(), route, jnp.dtype(dtype)
+        self.config = dataclasses.replace(config, vocab_size=num_real_ids)
+        self.tokenizer_from = pathlib.Path(tokenizer_from)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def take(self, params: Any) -> Any:
+        """A copy of the policy, sharded likewise, that outlives the next update. Only enqueues it: the caller need not wait."""
+        return _copy(params, self.config, self.dtype)
+
+    def write(self, policy: Any, name: str, seconds: dict[str, float]) -> pathlib.Path:
+        """Writes what `take` returned and returns the folder, which appears at once and complete.
+
+        Args:
+          seconds: gets the time of the parts `orbax` and `convert`.
+        """
+        target, store = self.folder / name, self.folder / f".{name}.orbax"
+        with _lap(seconds, "orbax"):
+            if self.route == "orbax":
+                shutil.rmtree(store, ignore_errors=True)
+                with _checkpointer() as checkpointer:
+                    checkpointer.save(store, args=ocp.args.PyTreeSave(named_leaves(policy)))
+        with _lap(seconds, "convert"):
+            hf.save(self._parts(policy, store), self.config, target, self.dtype, self.tokenizer_from)
+        shutil.rmtree(store, ignore_errors=True)
+        return target
+
+    def _parts(self, policy: Any, store: pathlib.Path) -> dict:
+        """The tree that `hf.save` converts, read from the Orbax store or from the learner's devices."""
+        stored, named, parts = _Store(store), named_leaves(policy), {}
+        for row in hf.table(self.config):
+            name = ".".join(row.path)
+            read = functools.partial(stored.read, name) if self.route == "orbax" else functools.partial(np.asarray, named[name])
+            node = functools.reduce(lambda node, key: node.setdefault(key, {}), row.path[:-1], parts)
+            node[row.path[-1]] = _Part(read, row.shape, row.transposed)
+        return parts
+
+    def keep(self, folders: Iterable[pathlib.Path]) -> None:
+        """Removes every snapshot but these."""
+        kept = {folder.name for folder in folders}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)  # what cannot be removed now will be next time
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _copy(params: Any, config: ModelConfig, dtype: np.dtype) -> Any:
+    """Casts, leaves out phantom rows, turns what Hugging Face turns (fast here, slow on a host), and always copies: the learner
+    donates its own arrays to its next update."""
+    transposed = {row.path: row.transposed for row in hf.table(config)}
+
+    def one(path: tuple, x: jax.Array) -> jax.Array:
+        names = tuple(key.key for key in path)
+        if names[0] == "embed_tokens":
+            x = x[: config.vocab_size]
+        elif names[0] == "lm_head":
+            x = x[:, : config.vocab_size]
+        return jnp.copy((x.swapaxes(-1, -2) if transposed[names] else x).astype(dtype))
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A parameter as `hf.save` wants it: an array in the learner's orientation, here a view of one that was turned already."""
+
+    read: Callable[[], np.ndarray]
+    shape: tuple[int, ...]
+    transposed: bool
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        array = self.read().swapaxes(-1, -2) if self.transposed else self.read()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+
+class _Store:
+    """The arrays of an Orbax checkpoint, read when they are asked for; only the last one is kept, for its many layers."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self.last: tuple[str, np.ndarray] | None = None
+
+    def read(self, name: str) -> np.ndarray:
+        if self.last is None or self.last[0] != name:
+            self.last = None
+            restore = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
+            args = ocp.args.PyTreeRestore(item={name: 0}, restore_args=restore, partial_restore=True)
+            with _checkpointer() as checkpointer:
+                self.last = name, checkpointer.restore(self.folder, args=args)[name]
+        return self.last[1]
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    """One folder an array, uncompressed: weights hardly shrink, and a single array is found without a database."""
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=False))
+
+
+@contextlib.contextmanager
+def _lap(seconds: dict[str, float], part: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[part] = time.perf_counter() - start

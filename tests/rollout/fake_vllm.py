@@ -1,0 +1,331 @@
+"""A vLLM server in the standard library and NumPy: serves a small Hugging Face folder's own logits, and misbehaves on request.
+
+It speaks what deepgrpo speaks with vLLM: generate, score, pause, resume, load, prefix-cache reset, versions, identity. The
+forward pass is written from the architecture's formulas, in float64, and shares no code with the product: it is an oracle.
+`calls` logs every request with its time and body.
+"""
+
+import dataclasses
+import http.server
+import json
+import math
+import pathlib
+import socket
+import threading
+import time
+import urllib.parse
+
+import numpy as np
+from safetensors.numpy import load_file
+
+OPEN_PATH = "/health"
+
+
+class Model:
+    """Qwen2/Qwen3/Llama decoder of one folder; `logits` is the whole forward pass without a cache."""
+
+    def __init__(self, folder):
+        folder = pathlib.Path(folder)
+        self.config = json.loads((folder / "config.json").read_text())
+        self.w = {name: tensor.astype(np.float64) for name, tensor in load_file(folder / "model.safetensors").items()}
+        c = self.config
+        self.heads, self.kv = c["num_attention_heads"], c["num_key_value_heads"]
+        self.size = c.get("head_dim") or c["hidden_size"] // self.heads
+        self.theta = (c.get("rope_parameters") or {}).get("rope_theta") or c.get("rope_theta")
+
+    def logits(self, ids) -> np.ndarray:
+        """float64[len, V]."""
+        x, eps = self.w["model.embed_tokens.weight"][ids], self.config["rms_norm_eps"]
+        angle = np.arange(len(ids))[:, None] / self.theta ** (np.arange(0, self.size, 2) / self.size)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+
+        def norm(x, name):
+            return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * self.w[f"{name}.weight"]
+
+        def linear(x, name):
+            return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", 0.0)
+
+        def rotate(x):
+            a, b = np.split(x, 2, -1)
+            return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+        causal = np.tril(np.ones((len(ids), len(ids)), bool))
+        for layer in range(self.config["num_hidden_layers"]):
+            at = f"model.layers.{layer}"
+            h = norm(x, f"{at}.input_layernorm")
+            q, k, v = (linear(h, f"{at}.self_attn.{n}_proj").reshape(len(ids), -1, self.size) for n in "qkv")
+            if f"{at}.self_attn.q_norm.weight" in self.w:
+                q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
+            q, (k, v) = rotate(q), (np.repeat(t, self.heads // self.kv, 1) for t in (rotate(k), v))
+            score = np.where(causal, np.einsum("tnh,snh->nts", q, k) / math.sqrt(self.size), -np.inf)
+            mixed = np.einsum("nts,snh->tnh", softmax(score), v).reshape(len(ids), -1)
+            x = x + linear(mixed, f"{at}.self_attn.o_proj")
+            h = norm(x, f"{at}.post_attention_layernorm")
+            gate = linear(h, f"{at}.mlp.gate_proj")
+            x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
+        return norm(x, "model.norm") @ self.w["lm_head.weight"].T
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def distribution(logits, p) -> np.ndarray:
+    """float64[V] log-probs of the distribution that parameters `p` sample from."""
+    z = logits / p["temperature"] if p["temperature"] else logits
+    if p["temperature"] and p["top_k"]:
+        z = np.where(z < np.sort(z)[-p["top_k"]], -np.inf, z)
+    if p["temperature"] and p["top_p"] < 1:
+        order = np.argsort(-z)
+        above = np.cumsum(softmax(z)[order]) - softmax(z)[order]
+        z[order[above >= p["top_p"]]] = -np.inf
+    with np.errstate(divide="ignore"):
+        return np.log(softmax(z))
+
+
+@dataclasses.dataclass
+class Knobs:
+    """What goes wrong. Counts run down with each generate request that they hit; -1 never ends."""
+
+    delay: float = 0.0  # seconds before each answer
+    hang: int = 0  # generate requests that never get an answer
+    drop: int = 0  # whose connection is closed without one
+    error: int = 0  # that get a 500
+    refuse: int = 0  # that get a 400
+    abort: int = 0  # that come back with finish_reason abort
+    shorten: int = 0  # that lack a token
+    die_after: int = -1  # generate requests answered before the server is gone
+    ignore_load: bool = False  # says 200 and ok, and does nothing
+    ignore_version: bool = False  # likewise with the version
+    fail_load: int = 0  # loads that answer 500
+    stale_cache: bool = False  # answers by prompt ids survive a load and a reset
+    reset_fails: bool = False  # the prefix-cache reset answers success: false
+    hang_load: int = 0
+
+
+class FakeVllm:
+    """One fake server on a port of the loopback; also the `VllmServer` that supervises it (url, token, restart, ...)."""
+
+    def __init__(self, folder, run_id="run", token="token", ours=True, knobs=None, identity=True):
+        self.folder, self.run_id, self.token, self.ours, self.identity = folder, run_id, token, ours, identity
+        self.knobs = knobs or Knobs()
+        self.calls: list[tuple[float, str, dict]] = []
+        self.restarts = 0
+        self.lock = threading.RLock()
+        self._http = None
+        self.begin(folder)
+
+    #### The server process
+
+    def begin(self, folder):
+        self.model, self.version = Model(folder), "default"
+        self.paused, self.cache, self.generated = threading.Event(), {}, 0
+        self._ended = threading.Event()
+        handler = type("Handler", (_Handler,), {"fake": self})
+        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http.daemon_threads = True
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def die(self):
+        """As SIGKILL: open connections break, new ones are refused."""
+        self._ended.set()
+        threading.Thread(target=self._http.shutdown, daemon=True).start()
+        self._http.server_close()
+
+    #### VllmServer
+
+    @property
+    def pid(self):
+        return 1 if self.ours else None
+
+    def alive(self):
+        return not self._ended.is_set()
+
+    def wait_ready(self, deadline):
+        if not self.alive():
+            raise TimeoutError(f"{self.url}: not ready")
+
+    def restart(self, model_folder, deadline):
+        self.stop()
+        self.restarts += 1
+        self.begin(model_folder)
+
+    def stop(self, timeout=1.0):
+        if self.alive():
+            self.die()
+
+    def last_log(self, n):
+        return ""
+
+    def bodies(self, path):
+        return [body for _, called, body in self.calls if called == path]
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    fake: FakeVllm
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        self.handle_call({})
+
+    def do_POST(self):
+        length = int(self.headers.get("content-length") or 0)
+        self.handle_call(json.loads(self.rfile.read(length)) if length else {})
+
+    def handle_call(self, body):
+        fake, path = self.fake, urllib.parse.urlparse(self.path).path
+        fake.calls.append((time.time(), path, body))
+        if path != OPEN_PATH and self.headers.get("authorization") != f"Bearer {fake.token}":
+            return self.answer(401, {"error": "Unauthorized"})
+        time.sleep(fake.knobs.delay)
+        route = getattr(self, ROUTES.get(path, ""), None)
+        if route is None:
+            return self.answer(404, {"error": f"no route {path}"})
+        route(body)
+
+    def answer(self, status, body):
+        if self.fake._ended.is_set():
+            return self.cut()
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def cut(self):
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def spend(self, knob):
+        """Whether the knob hits this request."""
+        with self.fake.lock:
+            left = getattr(self.fake.knobs, knob)
+            if left > 0:
+                setattr(self.fake.knobs, knob, left - 1)
+            return left != 0
+
+    def wait_while_paused(self):
+        while self.fake.paused.is_set() and not self.fake._ended.wait(0.01):
+            pass
+
+    #### Routes
+
+    def health(self, body):
+        self.answer(200, {})
+
+    def who(self, body):
+        if not self.fake.identity:
+            return self.answer(404, {"error": "no such route"})
+        self.answer(200, {"run_id": self.fake.run_id})
+
+    def generate(self, body):
+        fake = self.fake
+        self.wait_while_paused()
+        if self.spend("hang"):
+            fake._ended.wait(60)
+        if fake._ended.is_set() or self.spend("drop"):
+            return self.cut()
+        if self.spend("error"):
+            return self.answer(500, {"error": "EngineCore encountered an issue"})
+        if self.spend("refuse"):
+            return self.answer(400, {"error": "this request is not valid"})
+        p, ids, limit = body["sampling_params"], body["token_ids"], fake.model.config["max_position_embeddings"]
+        if p["max_tokens"] < 1 or len(ids) + p["max_tokens"] > limit or max(ids) >= fake.model.config["vocab_size"]:
+            return self.answer(400, {"error": f"{len(ids)} + {p['max_tokens']} tokens of {limit}, largest id {max(ids)}"})
+        key = json.dumps([ids, p])
+        if fake.knobs.stale_cache and key in fake.cache:
+            choices = fake.cache[key]
+        else:
+            choices = [self.sample(ids, p, j) for j in range(p.get("n", 1))]
+            fake.cache[key] = choices
+        spans = [{"version": fake.version, "start": 0, "end": len(choice["token_ids"])} for choice in choices]
+        choices = [choice | {"weight_versions": [span]} for choice, span in zip(choices, spans, strict=True)]
+        if self.spend("abort"):
+            choices[0] = choices[0] | {"finish_reason": "abort"}
+        if self.spend("shorten"):
+            choices[-1] = choices[-1] | {"token_ids": choices[-1]["token_ids"][:-1]}
+        with fake.lock:
+            fake.generated += 1
+            last = fake.generated == fake.knobs.die_after
+        self.answer(200, {"choices": choices, "usage": {"prompt_tokens": len(ids)}})
+        if last:
+            fake.die()
+
+    def sample(self, ids, p, j):
+        rng, ids, out, content, reason = np.random.default_rng(p.get("seed", 0) + j), list(ids), [], [], "length"
+        while len(out) < p["max_tokens"] and reason != "stop":
+            logp = distribution(self.fake.model.logits(ids)[-1], p)
+            token = int(np.argmax(logp)) if not p["temperature"] else int(rng.choice(len(logp), p=np.exp(logp)))
+            out.append(token)
+            ids.append(token)
+            content.append({"token_id": token, "logprob": float(logp[token]), "rank": 1, "top_logprobs": []})
+            reason = "stop" if token in p["stop_token_ids"] else "length"
+        return {"index": j, "token_ids": out, "finish_reason": reason, "logprobs": {"content": content}}
+
+    def score(self, body):
+        ids = body["prompt"]
+        logp = np.log(softmax(self.fake.model.logits(ids)))
+        entries = [None] + [{str(t): {"logprob": float(logp[i, t])}} for i, t in enumerate(ids[1:])]
+        self.answer(200, {"choices": [{"prompt_logprobs": entries, "text": ""}]})
+
+    def pause(self, body):
+        self.fake.paused.set()
+        self.answer(200, {"status": "paused"})
+
+    def resume(self, body):
+        self.fake.paused.clear()
+        self.answer(200, {"status": "resumed"})
+
+    def load(self, body):
+        fake, (path,) = self.fake, body["args"]
+        if self.spend("hang_load"):
+            fake._ended.wait(60)
+        if self.spend("fail_load"):
+            return self.answer(500, {"error": "EngineCore encountered an issue"})
+        result = {"ok": True, "error": "", "missing": [], "unexpected": [], "mismatched": [], "seconds": {}}
+        if not fake.knobs.ignore_load:
+            try:
+                model = Model(path)
+                old, new = ({name: t.shape for name, t in m.w.items()} for m in (fake.model, model))
+                result |= {"missing": sorted(old.keys() - new.keys()), "unexpected": sorted(new.keys() - old.keys())}
+                result["mismatched"] = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+                if result["missing"] or result["unexpected"] or result["mismatched"]:
+                    result |= {"ok": False, "error": "not this model's tensors"}
+                else:
+                    fake.model = model
+            except Exception as error:  # the worker reports what it met
+                result |= {"ok": False, "error": f"{path}: {error}"}
+        self.answer(200, {"results": [result]})
+
+    def reset(self, body):
+        if not self.fake.knobs.stale_cache:
+            self.fake.cache.clear()
+        self.answer(200, {"success": not self.fake.knobs.reset_fails})
+
+    def set_version(self, body):
+        if not self.fake.knobs.ignore_version:
+            self.fake.version = body["new_version"]
+        self.answer(200, {"success": True})
+
+    def get_version(self, body):
+        self.answer(200, {"weight_version": self.fake.version})
+
+
+ROUTES = {
+    OPEN_PATH: "health",
+    "/deepgrpo/identity": "who",
+    "/inference/v1/generate": "generate",
+    "/v1/completions": "score",
+    "/pause": "pause",
+    "/resume": "resume",
+    "/collective_rpc": "load",
+    "/reset_prefix_cache": "reset",
+    "/update_weight_version": "set_version",
+    "/weight_info": "get_version",
+}

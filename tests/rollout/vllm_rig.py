@@ -1,0 +1,84 @@
+"""A tiny learner, its fake servers, and the publisher between them."""
+
+import functools
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deepgrpo.rollout.vllm import VllmEngine
+from deepgrpo.rollout.vllm_fleet import Deadlines, Fleet
+from deepgrpo.types import as_ids
+from deepgrpo.weights import hf
+from deepgrpo.weights.publish import Publisher
+from deepgrpo.weights.snapshot import Snapshots
+from tests.rollout import tiny
+from tests.rollout.fake_vllm import FakeVllm, Knobs
+
+BLOCK = 8
+PROBE = as_ids(np.random.default_rng(1).integers(0, tiny.REAL, 13))
+QUICK = Deadlines(control=5.0, load=5.0, start=5.0)
+
+
+@functools.cache
+def weights(seed: int):
+    return tiny.random_params(seed)
+
+
+def nudged(params, size: float):
+    """An update far below what bfloat16 can tell apart in a log-prob."""
+    return jax.tree.map(lambda x: x + size * jnp.sign(x), params)
+
+
+class Student:
+    """What the publisher asks of a learner."""
+
+    def __init__(self, params):
+        self.policy, self.model = params, types.SimpleNamespace(dtype=jnp.float32)
+
+    def score(self, sequences, at_temperature_1=False):
+        plain = tiny.plain()
+        return [
+            tiny.learner_logps(self.policy, tiny.Request(prompt, (0,)), types.SimpleNamespace(ids=ids), plain).astype(np.float32)
+            for prompt, ids in sequences
+        ]
+
+
+def tokenizer_folder(path):
+    path.mkdir(exist_ok=True)
+    (path / "tokenizer.json").write_text("{}")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4], "temperature": 0.3, "top_k": 7}))
+    return path
+
+
+class Rig:
+    """servers: fakes, started on version 0 as a run starts its own; `attached` ones hold other weights and are no one's child."""
+
+    def __init__(self, tmp_path, servers=1, attached=False, knobs=(), deadlines=QUICK, request_deadline=5.0, **settings):
+        self.student = Student(weights(0))
+        tokenizer = tokenizer_folder(tmp_path / "tokenizer")
+        route = settings.pop("route", "direct")
+        self.snapshots = Snapshots(tmp_path / "weights", route, tiny.CONFIG, tiny.REAL, jnp.float32, tokenizer)
+        keys = {"attempts": 2, "keep": 1, "tolerance": 0.0} | settings
+        self.publisher = Publisher(None, self.snapshots, self.student, PROBE, **keys)
+        first = self.publisher.start(0)
+        folder = first.folder
+        if attached:
+            folder = tmp_path / "other"
+            hf.save(self.snapshots._parts(self.snapshots.take(weights(9)), None), self.snapshots.config, folder, jnp.float32)
+        self.fakes = [FakeVllm(folder, ours=not attached, knobs=knobs[i] if knobs else Knobs()) for i in range(servers)]
+        self.fleet = Fleet(self.fakes, "run", deadlines)
+        self.engine = VllmEngine(self.fleet, tiny.REAL, BLOCK, max_concurrent=4, request_deadline=request_deadline)
+        self.publisher.confirm(self.fleet, first)
+        for fake in self.fakes:
+            fake.calls.clear()
+
+    def publish(self, params, version):
+        self.student.policy = params
+        self.publisher.publish(params, version)
+
+    def close(self):
+        self.engine.close()
+        self.publisher.close()

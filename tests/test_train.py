@@ -67,7 +67,7 @@ def outcome(folder: pathlib.Path, student: pathlib.Path) -> dict[str, object]:
     """What a run came to: parameters, forest, data position, every reproducible metric, validation answers."""
     run = folder / "carry_chain"
     step = run / "checkpoints" / str(STEPS)
-    params = read_arrays(step, abstract_params(ModelConfig.from_hf(student)), prefix="params/")
+    params = read_arrays(step, abstract_params(ModelConfig.from_hf(student)), prefix="params.")
     return {
         "params": {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)},
         "forest": {path.name: path.read_bytes() for path in sorted((step / "curriculum").iterdir())},

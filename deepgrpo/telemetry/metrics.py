@@ -14,7 +14,7 @@ from typing import Any
 
 FILE = "metrics.jsonl"
 OF_THE_PROCESS = re.compile(
-    r"^(timing_s|perf|engine)/|/(http|latency)_"
+    r"^(timing_s|perf|engine|grading)/|/(http|latency)_"
 )  # clocks, and counters that start anew with each process
 
 

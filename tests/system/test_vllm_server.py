@@ -96,8 +96,9 @@ def post(server: VllmServer, path: str, body=None):
 
 
 def load(server: VllmServer, folder: pathlib.Path) -> dict:
-    (report,) = post(server, "/collective_rpc", {"method": "deepgrpo_load", "args": [str(folder)]})["results"]
-    return report
+    reports = post(server, "/collective_rpc", {"method": "deepgrpo_load", "args": [str(folder)]})["results"]
+    assert len({report["ok"] for report in reports}) == 1  # of several workers all do, or none does
+    return reports[0]
 
 
 def publish(server: VllmServer, folder: pathlib.Path, version: int) -> None:
@@ -198,8 +199,8 @@ def test_killed_engine_is_noticed_and_an_untied_head_served_after_the_restart(se
     assert server.alive() and server.restarts == 1 and server.url != url
     check_versions(server, root, "untied")
     family = descendants(server.pid)
-    server.stop()
     assert len(family) > 2
+    os.kill(server.pid, signal.SIGKILL)  # with no supervisor left, the kernel ends one process after the other
     wait_gone(family)
 
 
@@ -221,3 +222,16 @@ def test_foreign_server_is_refused_and_dies_with_its_trainer(root):
         assert len(family) > 2
         trainer.kill()
         wait_gone(family)
+
+
+def test_two_workers_load_and_stop_together(root):
+    server = VllmServer.start(**arguments(root, "run-4", tensor_parallel=2))
+    try:
+        publish(server, root / "tied-2", 1)
+        assert served(server) == expected(root / "tied-2")
+        assert not load(server, root / "absent")["ok"]
+        family = descendants(server.pid)
+        assert len(family) > 4  # supervisor, server, engine core, two workers
+    finally:
+        server.stop()
+    wait_gone(family)

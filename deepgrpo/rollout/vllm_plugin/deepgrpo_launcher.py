@@ -6,12 +6,12 @@ engine core and in every worker, too: they die with their parent, and know which
 
 import ctypes
 import importlib.metadata
-import multiprocessing
 import os
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_PARENT = "DEEPGRPO_PARENT"
 # A learner shares the machine: one OpenMP thread, unbound, since spinning threads starve everything else there. With a budget for
 # the KV cache (GiB) vLLM does not measure the free memory in a warm-up pass. Variables that are set already win.
 CPU_SETTINGS = {
@@ -25,11 +25,11 @@ CPU_SETTINGS = {
 
 def die_with_parent() -> None:
     """Has the kernel kill a spawned child when its parent ends; the server itself is tied to its supervisor by that one."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if __name__ != "__main__":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent.pid:  # it ended before the call
+        if os.getppid() != int(os.environ[_PARENT]):  # it ended before the call
             sys.exit(1)
+    os.environ[_PARENT] = str(os.getpid())  # for the children
 
 
 def is_cpu_build() -> bool:

@@ -1,6 +1,7 @@
 """Tokenizers from a local Hugging Face folder, the ids that end a response, and prompts with exactly one BOS."""
 
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -22,6 +23,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     if not any((folder / name).is_file() for name in expected):
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:20]) or "nothing"
         raise FileNotFoundError(f"{path} holds no tokenizer: expected one of {', '.join(expected)}, found {found}")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its advice to install PyTorch is not for us
     import transformers  # takes seconds, which the check of a configuration must not wait for
 
     return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

@@ -9,7 +9,7 @@ One step, in the order of the banners below:
     curriculum.observe(groups)                                mastered -> retired; failed -> teacher queue
     rows     = rows(groups)                                   advantages r - mean(group), rows without gradient dropped
     learner.update(rows)                                      M optimizer steps of the clipped objective
-    engine.publish(learner.policy)                            the next rollouts are on-policy
+    publish(learner.policy)                                   the next rollouts are on-policy
     validate / log / checkpoint
 
 The teacher works beside it: it corrects failures, and each prefix that student and corrected answer share becomes a new state.
@@ -46,7 +46,6 @@ from deepgrpo.model.transformer import abstract_params  # noqa: E402
 from deepgrpo.rewards.grade import check_sources  # noqa: E402
 from deepgrpo.rewards.service import GradingService  # noqa: E402
 from deepgrpo.rollout.engine import Sampling  # noqa: E402
-from deepgrpo.rollout.native import NativeEngine  # noqa: E402
 from deepgrpo.teacher.setup import open_teacher  # noqa: E402
 from deepgrpo.telemetry import dumps, statistics  # noqa: E402
 from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
@@ -55,6 +54,7 @@ from deepgrpo.telemetry.progress import Progress, Timer  # noqa: E402
 from deepgrpo.types import Prompt  # noqa: E402
 from deepgrpo.weights import hf  # noqa: E402
 from deepgrpo.weights.checkpoint import Checkpoints  # noqa: E402
+from deepgrpo.weights.setup import open_engine  # noqa: E402
 
 log = logging.getLogger("deepgrpo.train")  # by its name: __name__ is __main__ here
 
@@ -76,7 +76,7 @@ def main(config, line) -> None:
 def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> None:
     ################################################################################################################
     #  Run folder
-    ####################################################################################################################
+    ################################################################################################################
     run = config_lib.run_folder(config)
     keep = config.checkpoint
     checkpoints = Checkpoints(run / "checkpoints", keep=keep.keep, save_best=keep.save_best, best_metric=keep.best_metric)
@@ -90,7 +90,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
 
     ################################################################################################################
     #  Tokenizer and data
-    ####################################################################################################################
+    ################################################################################################################
     tokenizer = tokenizer_lib.load_tokenizer(config.model.path)
     stop_ids = tokenizer_lib.stop_ids(config.model.path, tokenizer)
 
@@ -117,7 +117,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
 
     ################################################################################################################
     #  Learner, engine, grading
-    ####################################################################################################################
+    ################################################################################################################
     mesh = sharding.make_mesh(config.learner.mesh)
     stack.enter_context(jax.set_mesh(mesh))
     model_config = ModelConfig.from_hf(config.model.path)
@@ -157,7 +157,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
 
     ################################################################################################################
     #  Resume
-    ####################################################################################################################
+    ################################################################################################################
     step, student_tokens = 0, 0
     if resumed is not None:
         arrays, host, folder = checkpoints.restore(resumed, learner.abstract_state())
@@ -171,15 +171,22 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         log.info("resumed from %s after step %d", folder, step)
     metrics_file = Metrics(run, config.telemetry.tensorboard, resumed_step=-1 if resumed is None else step)
     stack.callback(metrics_file.close)
-    engine = NativeEngine(
-        model_config, learner.policy, dtype, len(tokenizer), config.rollout.slots, config.rollout.decode_steps, version=step
-    )
-    stack.callback(engine.close)
     if teacher:  # only now: it takes work at once
         teacher.start()
         stack.callback(teacher.stop, config.teacher.stop_timeout)
     rollout = config.rollout
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop_ids, rollout.max_model_len)
+    engine, publish = open_engine(
+        config,
+        stack,
+        learner=learner,
+        model_config=model_config,
+        num_real_ids=len(tokenizer),
+        prompts=[problem.prompt_ids for problem in problems],
+        sampling=sampling,
+        version=step,
+        run=run,
+    )
     setting = Setting(engine, grading, tokenizer, sampling, config.seed, GRADING_PATIENCE * config.rewards.deadline)
     greedy = with_sampling(setting, temperature=config.validation.temperature, top_p=config.validation.top_p, top_k=-1)
     timer = Timer()
@@ -217,9 +224,9 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     while not (done() or stop.is_set()):
         step += 1
         with timer("step"):
-            ############################################################################################################
+            ########################################################################################################
             #  Prompts: the data set's, and hard states
-            ############################################################################################################
+            ########################################################################################################
             ratio, ready = config.curriculum.injection_ratio, curriculum.ready()
             states = curriculum.sample(injection_count(data.batch_size, ratio, ready, config.strict_reference), step)
             replaced = len(states) if config.curriculum.injection_mode == "replace" else 0
@@ -228,16 +235,16 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             n = config.curriculum.rollout_n or rollout.n
             prompts += [Prompt(s.ids, s.problem, n, f"{step}:state:{i}", s.node) for i, s in enumerate(states)]
 
-            ############################################################################################################
+            ########################################################################################################
             #  Rollouts, graded as they finish
-            ############################################################################################################
+            ########################################################################################################
             with timer("gen"):
                 groups = loop(setting, prompts, step, "train")
             student_tokens += sum(len(r.completion.ids) for group in groups for r in group.rollouts)
 
-            ############################################################################################################
+            ########################################################################################################
             #  Curriculum: mastered states retire, failures go to the teacher
-            ############################################################################################################
+            ########################################################################################################
             if teacher:
                 teacher.step = step
             metrics = curriculum.observe(groups, step)
@@ -246,19 +253,19 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
                     teacher.drain(step, config.teacher.deadline) if config.teacher.synchronous else teacher.notify()
                 teacher.raise_if_failed()
 
-            ############################################################################################################
+            ########################################################################################################
             #  Update
-            ############################################################################################################
+            ########################################################################################################
             every_row = rows_lib.rows_from_groups(groups, config.objective.advantage)
             rows = rows_lib.keep_rows(every_row)
             metrics |= learner.update(rows, step)
             if rows:
                 with timer("publish"):
-                    engine.publish(learner.policy, version=step)
+                    publish(learner.policy, step)
 
-            ############################################################################################################
+            ########################################################################################################
             #  Validation and log
-            ############################################################################################################
+            ########################################################################################################
             last = done() or step == total_steps
             if held_out and config.validation.every and (last or step % config.validation.every == 0):
                 metrics |= validate(step)
@@ -272,9 +279,9 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             with timer("dump_rollout_generations"):
                 dumps.write(run / "rollouts" / f"{step}.jsonl", dumps.rollout_records(groups, step, tokenizer.decode))
 
-        ################################################################################################################
+        ############################################################################################################
         #  Checkpoint
-        ################################################################################################################
+        ############################################################################################################
         best = checkpoints.note_validation(step, metrics)
         if best or last or stop.is_set() or (keep.every and step % keep.every == 0):
             save()

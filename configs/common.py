@@ -58,6 +58,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.vllm.servers = 1  # servers to start, each with the whole model
     config.vllm.attach = ()  # URLs of servers that run already; none is started then
     config.vllm.token_env = "DEEPGRPO_VLLM_TOKEN"  # environment variable that holds the token of those
+    config.vllm.host = "127.0.0.1"  # address that `python -m deepgrpo.serve` listens on; 0.0.0.0: every one of the host's
+    config.vllm.port = 8100  # of its first server, the others count up
     config.vllm.tensor_parallel = 1  # GPUs a server
     config.vllm.gpu_ids = ()  # GPUs of the servers, one server's after the other's; (): those that are visible
     config.vllm.gpu_memory_utilization = 0.9  # share of a GPU's memory that a server takes

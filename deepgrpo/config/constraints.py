@@ -57,6 +57,7 @@ RANGES = {  # key: interval of its value or of each element
     "rollout.max_staleness": "[0, 1]",
     "rollout.mismatch_alert": "[0, inf)",
     "vllm.servers": "[1, inf)",
+    "vllm.port": "[1, 65535]",
     "vllm.tensor_parallel": "[1, inf)",
     "vllm.gpu_ids": "[0, inf)",
     "vllm.gpu_memory_utilization": "(0, 1]",

@@ -120,32 +120,36 @@ def open_servers(
     if keys.attach:
         token = os.environ.get(keys.token_env, "")
         return [VllmServer.attach(url, token, config.name, keys.start_deadline) for url in keys.attach]
-    gpus = [keys.gpu_ids[i * keys.tensor_parallel : (i + 1) * keys.tensor_parallel] for i in range(keys.servers)]
-
-    def start(index: int) -> VllmServer:
-        return VllmServer.start(
-            model,
-            python=keys.python,
-            run_id=config.name,
-            log_path=run / f"vllm-{index}.log",
-            dtype=dtype,
-            max_model_len=config.rollout.max_model_len,
-            max_num_seqs=keys.max_num_seqs,
-            weights_root=root,
-            deadline=keys.start_deadline,
-            gpu_ids=gpus[index],
-            tensor_parallel=keys.tensor_parallel,
-            gpu_memory_utilization=keys.gpu_memory_utilization,
-            block_size=keys.block_size,
-            extra_args=("--enable-prompt-tokens-details", *keys.extra_args),
-        )
-
     with concurrent.futures.ThreadPoolExecutor(keys.servers, "vllm-start") as pool:
-        starts = [pool.submit(start, index) for index in range(keys.servers)]
+        starts = [pool.submit(start_server, config, index, model, root, dtype, run) for index in range(keys.servers)]
     for future in starts:
         if future.exception() is None:
             stack.callback(future.result().stop)
     return [future.result() for future in starts]  # raises the first error, after the others are sure to be stopped
+
+
+def start_server(
+    config: Any, index: int, model: pathlib.Path, root: pathlib.Path, dtype: str, run: pathlib.Path, **place: Any
+) -> VllmServer:
+    """Starts the `index`-th server of a configuration. place: host, port and token, where they are not to be any."""
+    keys = config.vllm
+    return VllmServer.start(
+        model,
+        python=keys.python,
+        run_id=config.name,
+        log_path=run / f"vllm-{index}.log",
+        dtype=dtype,
+        max_model_len=config.rollout.max_model_len,
+        max_num_seqs=keys.max_num_seqs,
+        weights_root=root,
+        deadline=keys.start_deadline,
+        gpu_ids=keys.gpu_ids[index * keys.tensor_parallel : (index + 1) * keys.tensor_parallel],
+        tensor_parallel=keys.tensor_parallel,
+        gpu_memory_utilization=keys.gpu_memory_utilization,
+        block_size=keys.block_size,
+        extra_args=("--enable-prompt-tokens-details", *keys.extra_args),
+        **place,
+    )
 
 
 #### Where snapshots lie

@@ -1,0 +1,95 @@
+"""Serves a run's policy by vLLM, for a training that runs elsewhere: on other GPUs of the host, or on another host.
+
+    export DEEPGRPO_VLLM_TOKEN=$(python -c "import secrets; print(secrets.token_urlsafe())")     on both sides
+    python -m deepgrpo.serve --config=configs/math_1p5b.py --config.rollout.engine=vllm --config.vllm.gpu_ids=4,5
+    python -m deepgrpo.train --config=configs/math_1p5b.py --config.rollout.engine=vllm --config.vllm.attach=http://HOST:8100
+
+Both take the same configuration, so that names, types and lengths agree; `serve` reads its sections model, rollout, vllm and
+weights. On another host set vllm.host=0.0.0.0, in a network that you trust (the token travels in plain HTTP), and weights.folder
+to a folder that both hosts see under the same path. A server that dies is started again in its place, with the weights that
+`serve` began with; the training gives it the present ones. Ctrl-C or SIGTERM ends all of them.
+"""
+
+import concurrent.futures
+import contextlib
+import logging
+import os
+import pathlib
+import signal
+import socket
+import sys
+import threading
+
+from deepgrpo import config as config_lib
+from deepgrpo.config.inputs import model_problems
+
+if __name__ == "__main__":
+    CONFIG, _ = config_lib.from_command_line(sys.argv)  # a mistyped key ends here, before JAX is imported
+
+from deepgrpo.rollout.vllm_server import VllmServerError  # noqa: E402
+from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
+from deepgrpo.weights.setup import start_server, weights_root  # noqa: E402
+
+LOOK_SECONDS = 2.0  # between two looks at the servers
+
+log = logging.getLogger("deepgrpo.serve")  # by its name: __name__ is __main__ here
+
+
+def main(config) -> int:
+    """Returns the exit status once it was told to stop (0), or a server could not be started (1)."""
+    keys, token = config.vllm, os.environ.get(config.vllm.token_env, "")
+    if not token:
+        raise config_lib.ConfigError(
+            f"environment variable {keys.token_env} is not set: the training proves with it that it may use the servers.\n"
+            f'  -> export {keys.token_env}=$(python -c "import secrets; print(secrets.token_urlsafe())")   here and there'
+        )
+    if problems := model_problems(config):
+        raise config_lib.ConfigError("\n".join(f"{what}\n  -> {remedy}" for what, remedy in problems))
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    handler = open_log(pathlib.Path(config.run_dir, config.name, "serve"))
+    try:
+        return serve(config, token, stop)
+    finally:
+        close_log(handler)
+
+
+def serve(config, token: str, stop: threading.Event) -> int:
+    keys, model, root = config.vllm, pathlib.Path(config.model.path), weights_root(config)
+    root.mkdir(parents=True, exist_ok=True)
+    run, dtype = pathlib.Path(config.run_dir, config.name, "serve"), keys.dtype or config.model.dtype
+    pool = concurrent.futures.ThreadPoolExecutor(keys.servers, "serve")
+    starts = []
+    for index in range(keys.servers):
+        place = {"host": keys.host, "port": keys.port + index, "token": token}
+        starts.append(pool.submit(start_server, config, index, model, root, dtype, run, **place))
+    while not all(start.done() for start in starts):
+        if stop.wait(0.2):
+            log.info("told to stop while the servers were starting")
+            os._exit(0)  # the threads wait for servers; those end with this process (vllm_server)
+    pool.shutdown()
+    with contextlib.ExitStack() as stack:
+        for start in starts:
+            if start.exception() is None:
+                stack.callback(start.result().stop)
+        if errors := [error for start in starts if (error := start.exception())]:
+            log.error("%s", errors[0])
+            return 1
+        servers = [start.result() for start in starts]
+        urls = ",".join(server.url.replace("//0.0.0.0:", f"//{socket.gethostname()}:") for server in servers)
+        log.info("ready for run %s, with snapshots from %s: --config.vllm.attach=%s", config.name, root, urls)
+        while not stop.wait(LOOK_SECONDS):
+            for server in servers:
+                if not server.alive():
+                    try:
+                        server.restart(model, keys.start_deadline)
+                    except VllmServerError as error:
+                        log.error("%s", error)
+                        return 1
+    log.info("stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(CONFIG))

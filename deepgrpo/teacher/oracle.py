@@ -38,7 +38,7 @@ class Oracle:
         self.requests = 0
         self.closing = threading.Event()
         self._lock = threading.Lock()
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", port), _Handler)
+        self._server = _Server(("127.0.0.1", port), _Handler)
         self._server.daemon_threads, self._server.block_on_close = True, False
         self._server.oracle = self
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="oracle", daemon=True)
@@ -66,6 +66,10 @@ class Oracle:
         with self._lock:
             self.requests += 1
             return self.requests - 1
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 256  # the default of 5 makes the sixth of simultaneous connections wait a second, or resets it
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

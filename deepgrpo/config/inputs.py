@@ -37,7 +37,13 @@ def check_inputs(config: config_dict.ConfigDict, resuming: bool = False) -> list
       ConfigError: something is missing; the message holds everything that is, each with the way to get it.
     """
     teacher = teacher_problems(config)
-    missing = accelerator_problems(config) + model_problems(config) + data_problems(config) + ([] if resuming else teacher)
+    missing = (
+        accelerator_problems(config)
+        + engine_problems(config)
+        + model_problems(config)
+        + data_problems(config)
+        + ([] if resuming else teacher)
+    )
     if missing:
         count = "1 thing is" if len(missing) == 1 else f"{len(missing)} things are"
         listed = [f"\n{i}. {what}\n   -> {remedy}" for i, (what, remedy) in enumerate(missing, 1)]
@@ -66,6 +72,21 @@ def accelerator_problems(config: config_dict.ConfigDict) -> list[Problem]:
             )
         ]
     return []
+
+
+def engine_problems(config: config_dict.ConfigDict) -> list[Problem]:
+    vllm = config.vllm
+    if config.rollout.engine != "vllm":
+        return []
+    if vllm.attach:
+        if os.environ.get(vllm.token_env):
+            return []
+        remedy = f"export {vllm.token_env}=TOKEN, the one that the servers of vllm.attach were started with"
+        return [(f"vLLM: environment variable {vllm.token_env} is not set", remedy)]
+    if os.access(vllm.python, os.X_OK):
+        return []
+    remedy = "run launch/vllm_env.sh, or point --config.vllm.python at the Python of an environment with vLLM"
+    return [(f"vLLM: {vllm.python} is no program", f"{remedy}; without vLLM: --config.rollout.engine=native")]
 
 
 def model_problems(config: config_dict.ConfigDict) -> list[Problem]:

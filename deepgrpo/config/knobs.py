@@ -9,6 +9,7 @@ from collections.abc import Mapping
 KEYS = {
     "ACTOR_OPTIMIZER_OFFLOAD": "learner.mesh",
     "ACTOR_PARAM_OFFLOAD": "learner.mesh",
+    "GPU_MEMORY_UTILIZATION": "vllm.gpu_memory_utilization",
     "INJECTION_RATIO": "curriculum.injection_ratio",
     "LOG_PROB_MICRO_BATCH_SIZE_PER_GPU": "learner.micro_batch_tokens",
     "MAX_MODEL_LEN": "rollout.max_model_len",

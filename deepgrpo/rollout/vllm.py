@@ -57,12 +57,13 @@ class VllmEngine:
         self.fleet.close()
 
     def metrics(self) -> Mapping[str, float]:
-        """Cumulative counters since the engine's start."""
+        """Cumulative counters since the engine's start, and the seconds of the last publication (`Publisher`)."""
         names = ("requests", "retries", "timeouts", "aborted", "incomplete", "stale", "transport", "server_errors", "refused")
         counted = {f"engine/{name}": float(self._counters[name]) for name in names}
         tokens = {f"engine/{name}": float(self._counters[name]) for name in ("prompt_tokens", "cached_tokens", "sampled_tokens")}
         restarts = sum(replica.server.restarts for replica in self.fleet.replicas)
-        return counted | tokens | {"engine/restarts": float(restarts), "engine/recoveries": float(self.fleet.reloads)}
+        times = {f"timing_s/publish_{part}": seconds for part, seconds in dict(self.fleet.seconds).items()}
+        return counted | tokens | times | {"engine/restarts": float(restarts), "engine/recoveries": float(self.fleet.reloads)}
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None = None) -> list[list[Completion]]:
         """Samples all requests; see `engine.Engine`.

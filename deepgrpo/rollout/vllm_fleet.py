@@ -64,6 +64,7 @@ class Fleet:
         self.run_id, self.deadlines = run_id, deadlines
         self.weights: Weights | None = None  # what all servers have proven to have
         self.reloads = 0
+        self.seconds: dict[str, float] = {}  # of the last update, by part
         self._update: concurrent.futures.Future | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "publish")
         self._closed = False
@@ -76,7 +77,7 @@ class Fleet:
 
     def salt(self, version: int) -> str:
         """Of the prefix cache: a block that one version made is never found by a request of another."""
-        return f"{self.run_id}/{version}"
+        return f"{self.run_id[-100:]}.{version}"  # vLLM takes at most 128 characters, and no slash
 
     #### Updates, one at a time, in the background
 
@@ -130,9 +131,11 @@ class Fleet:
         if not replica.ours:
             raise VllmServerError(f"{replica.name} was not started by this run, so it cannot be restarted")
         with replica.lock:
+            start = time.perf_counter()
             replica.server.restart(weights.folder, self.deadlines.start)
             replica.proof = None  # another process, other kernels perhaps: nothing to compare with
             replica.control.set_weight_version(weights.version, self.deadlines.control)
+            replica.seconds = {"load": time.perf_counter() - start, "proof": 0.0}  # a start counts as a load
             self._prove(replica, weights)
 
     def confirm(self, replica: Replica, weights: Weights) -> None:

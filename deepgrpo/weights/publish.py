@@ -11,8 +11,8 @@ of other weights than those that are trained would look like learning for a long
 import dataclasses
 import functools
 import logging
+import pathlib
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -50,12 +50,11 @@ class Publisher:
         self.tolerance = tolerance or max(TOLERANCE[dtype] for dtype in dtypes)
         self.comparable = len(dtypes) == 1
         self._acknowledged: list[Weights] = []
-        self._seconds: dict[str, float] = {}
 
     def start(self, version: int) -> Weights:
         """Writes the learner's present policy, for servers to start on."""
         policy = self.snapshots.take(self.learner.policy)
-        return self._weights(self._write(policy, version, attempt=0), version)
+        return self._weights(self._write(policy, version, 0, {}), version)
 
     def confirm(self, fleet: Fleet, weights: Weights) -> None:
         """Has every server of a new fleet prove the weights: those that this run started have them, the others load them.
@@ -84,29 +83,25 @@ class Publisher:
         start = time.perf_counter()
         policy = self.snapshots.take(params)
         weights = self._weights(None, version)
-        self._seconds = {"blocked": time.perf_counter() - start}
-        self.fleet.update(lambda: self._deliver(policy, weights))
-
-    def metrics(self) -> Mapping[str, float]:
-        """`timing_s/publish_*` of the last publication that ended; total is from its beginning to its proof."""
-        return {f"timing_s/publish_{part}": seconds for part, seconds in dict(self._seconds).items()}
+        blocked = time.perf_counter() - start
+        self.fleet.update(lambda: self._deliver(policy, weights, blocked))
 
     def close(self) -> None:
         self.snapshots.close()
 
-    def _weights(self, folder: Any, version: int) -> Weights:
+    def _weights(self, folder: pathlib.Path | None, version: int) -> Weights:
         (logps,) = self.learner.score([(self.probe[:1], self.probe[1:])], at_temperature_1=True)
         return Weights(folder, version, self.probe, logps, self.tolerance, self.comparable)
 
-    def _write(self, policy: Any, version: int, attempt: int) -> Any:
-        return self.snapshots.write(policy, f"{version}.{attempt}" if attempt else str(version), self._seconds)
+    def _write(self, policy: Any, version: int, attempt: int, seconds: dict[str, float]) -> pathlib.Path:
+        return self.snapshots.write(policy, f"{version}.{attempt}" if attempt else str(version), seconds)
 
-    def _deliver(self, policy: Any, weights: Weights) -> None:
-        """In the background: writes, loads, proves; see the module's text."""
-        fleet, start = self.fleet, time.perf_counter()
+    def _deliver(self, policy: Any, weights: Weights, blocked: float) -> None:
+        """In the background: writes, loads, proves; see the module's text. `blocked`: seconds that the learner waited."""
+        fleet, start, seconds = self.fleet, time.perf_counter(), {"blocked": blocked}
         waiting, errors = fleet.replicas, {}
         for attempt in range(self.attempts):
-            weights = dataclasses.replace(weights, folder=self._write(policy, weights.version, attempt))
+            weights = dataclasses.replace(weights, folder=self._write(policy, weights.version, attempt, seconds))
             errors = fleet.on_all(functools.partial(self._load, weights), waiting)
             waiting = list(errors)
             if not errors or any(isinstance(error, SnapshotRefused) and error.names for error in errors.values()):
@@ -124,9 +119,8 @@ class Publisher:
                 f"no rollout may be sampled, the run stops. Its newest checkpoint resumes it:\n{told(errors)}"
             )
         self._adopt(weights)
-        parts = [replica.seconds for replica in fleet.replicas]
-        slowest = {part: max(seconds.get(part, 0.0) for seconds in parts) for part in ("load", "proof")}
-        self._seconds |= slowest | {"total": self._seconds["blocked"] + time.perf_counter() - start}
+        slowest = {part: max(replica.seconds[part] for replica in fleet.replicas) for part in ("load", "proof")}
+        fleet.seconds = seconds | slowest | {"total": blocked + time.perf_counter() - start}
 
     def _load(self, weights: Weights, replica: Replica) -> None:
         self.fleet.load(replica, weights)

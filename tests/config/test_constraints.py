@@ -48,6 +48,12 @@ def message(*overrides) -> str:
         (["--config.validation.n=4"], ["validation.temperature = 0.0", "greedy"]),
         (["--config.curriculum.injection_ratio=0.001"], ["data.batch_size = 128", "injected"]),
         (["--config.name=a/b"], ["name = 'a/b'"]),
+        (["--config.rollout.top_p=0.9"], ["rollout.top_p = 0.9", "the whole distribution"]),
+        (["--config.rollout.top_k=20"], ["rollout.top_k = 20", "the whole distribution"]),
+        (["--config.rollout.max_staleness=1"], ["rollout.max_staleness = 1"]),
+        (["--config.rollout.engine=vllm", "--config.rollout.temperature=2.5"], ["rollout.temperature = 2.5", "[0.01, 2]"]),
+        (["--config.rollout.engine=vllm", "--config.vllm.gpu_ids=0,1,1"], ["vllm.gpu_ids", "servers times tensor_parallel"]),
+        (["--config.rollout.engine=vllm", "--config.vllm.attach=host:8000"], ["vllm.attach", "http://HOST:PORT"]),
     ],
 )
 def test_what_cannot_work(overrides, parts):

@@ -122,3 +122,14 @@ def test_accelerator_without_its_plugin(config, monkeypatch):
     assert "plugin" in inputs.accelerator_problems(config)[0][0]
     monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: "found")
     assert inputs.accelerator_problems(config) == []
+
+
+def test_vllm_needs_its_environment_or_a_token(config, tmp_path, monkeypatch):
+    config.rollout.engine, config.vllm.python = "vllm", str(tmp_path / "python")
+    ((what, remedy),) = inputs.engine_problems(config)
+    assert f"{tmp_path}/python is no program" in what and "launch/vllm_env.sh" in remedy
+    config.vllm.attach = ("http://host:8000",)
+    ((what, remedy),) = inputs.engine_problems(config)
+    assert "DEEPGRPO_VLLM_TOKEN is not set" in what
+    monkeypatch.setenv("DEEPGRPO_VLLM_TOKEN", "secret")
+    assert not inputs.engine_problems(config)

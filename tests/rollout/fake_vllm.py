@@ -238,6 +238,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         p, ids, limit = body["sampling_params"], body["token_ids"], fake.model.config["max_position_embeddings"]
         if p["max_tokens"] < 1 or len(ids) + p["max_tokens"] > limit or max(ids) >= fake.model.config["vocab_size"]:
             return self.answer(400, {"error": f"{len(ids)} + {p['max_tokens']} tokens of {limit}, largest id {max(ids)}"})
+        if len(body["cache_salt"]) > 128 or set(body["cache_salt"]) & set("@/\\\0"):
+            return self.answer(400, {"error": "Parameter 'cache_salt' must be at most 128 characters and must not contain '/'"})
         key = json.dumps([ids, p])
         if fake.knobs.stale_cache and key in fake.cache:
             choices = fake.cache[key]

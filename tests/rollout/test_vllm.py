@@ -55,7 +55,7 @@ def test_requests_say_everything_and_ids_are_verbatim(rig):
         assert (p["n"], p["temperature"], p["top_p"], p["top_k"], p["min_p"], p["logprobs"]) == (3, 0.7, 1.0, 0, 0.0, 0)
         assert p["repetition_penalty"] == 1.0 and p["presence_penalty"] == p["frequency_penalty"] == 0.0
         assert p["stop_token_ids"] == [3, 4] and p["ignore_eos"]  # 95 is phantom: the server's vocabulary ends at 90
-        assert p["max_tokens"] == 32 - len(body["token_ids"]) and body["cache_salt"] == "run/0"
+        assert p["max_tokens"] == 32 - len(body["token_ids"]) and body["cache_salt"] == "run.0"
     assert len({body["sampling_params"]["seed"] for body in bodies}) == 2
     for completion in flat(completions):
         assert completion.ids.max() < tiny.REAL and completion.version == 0 and not completion.ids.flags.writeable

@@ -1,0 +1,31 @@
+"""What a run must not do silently: numbers that are out of range are logged as warnings, once a step."""
+
+import logging
+from collections.abc import Mapping
+
+# Mean |log-prob difference| between engine and learner that rounding explains, by the coarser dtype of the two.
+EXPECTED_MISMATCH = {"float32": 1e-3, "bfloat16": 0.05}
+
+log = logging.getLogger(__name__)
+
+
+def rollout_mismatch(metrics: Mapping[str, float], threshold: float, dtype: str) -> dict[str, float]:
+    """`rollout_mismatch/alert`: 1 where engine and learner disagree by more than `threshold` (0: by dtype), which is also logged.
+
+    Empty when the step has no measurement.
+    """
+    mean = metrics.get("rollout_mismatch/abs_mean")
+    if mean is None:
+        return {}
+    limit = threshold or EXPECTED_MISMATCH[dtype]
+    if mean <= limit:
+        return {"rollout_mismatch/alert": 0.0}
+    log.warning(
+        "engine and learner disagree about the sampled tokens: |log-prob difference| is %.2g on average (largest %.2g), above %.2g; "
+        "%.1f %% of the ratios are outside [0.5, 2]. Gradients are biased: compare the dtypes of both, or set objective.tis_cap=2",
+        mean,
+        metrics["rollout_mismatch/abs_max"],
+        limit,
+        100 * metrics["rollout_mismatch/ratio_outside"],
+    )
+    return {"rollout_mismatch/alert": 1.0}

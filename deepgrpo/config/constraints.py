@@ -59,7 +59,6 @@ RANGES = {  # key: interval of its value or of each element
     "vllm.servers": "[1, inf)",
     "vllm.port": "[1, 65535]",
     "vllm.tensor_parallel": "[1, inf)",
-    "vllm.gpu_ids": "[0, inf)",
     "vllm.gpu_memory_utilization": "(0, 1]",
     "vllm.max_num_seqs": "[1, inf)",
     "vllm.max_concurrent": "[1, inf)",

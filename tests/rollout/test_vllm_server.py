@@ -185,6 +185,8 @@ def test_attaches_to_its_own_run_only(start):
         VllmServer.attach(server.url, server.token, "run-2", deadline=30)
     with pytest.raises(VllmServerError, match="refuses the token of run run-1"):
         VllmServer.attach(server.url, "wrong", "run-1", deadline=30)
+    with pytest.raises(VllmServerError, match="no token"):
+        VllmServer.attach(server.url, "", "run-1", deadline=30)
     with pytest.raises(VllmServerError, match="somebody-else"):
         start("foreign")
     attached.stop()

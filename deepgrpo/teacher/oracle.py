@@ -83,6 +83,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_json(404, {"error": {"message": f"no route {self.path}", "type": "not_found"}})
 
     def do_POST(self) -> None:
+        if self.server.oracle.closing.is_set():  # a connection kept alive outlives the listening socket
+            self.close_connection = True
+            return None
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path.rstrip("/") != "/v1/chat/completions":
             return self.send_json(404, {"error": {"message": f"no route {self.path}", "type": "not_found"}})

@@ -9,6 +9,7 @@ cannot sample a row that it does not have.
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import pathlib
 import shutil
@@ -26,6 +27,9 @@ from deepgrpo.weights import hf
 from deepgrpo.weights.checkpoint import named_leaves
 
 ROUTES = ("orbax", "direct")
+
+# Orbax warns, at each save by a single process, that there is nothing to merge from several.
+logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
 
 
 class Snapshots:

@@ -56,6 +56,9 @@ def main() -> None:
         for name, value in CPU_SETTINGS.items():
             os.environ.setdefault(name, value)
         options.append("--enforce-eager")  # compilation takes a minute here and gains little
+        # After each part but the last of a prompt, vLLM takes a sampled token back by setting its generator's offset; a CPU's has
+        # none, and the engine dies ("CPU Generator does not use offset"). So no prompt with a seed may be prefilled in parts.
+        options.append("--no-enable-chunked-prefill")
         if "--tensor-parallel-size=1" in options:
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker lives in the engine core: a process less
     from vllm.entrypoints.cli.main import main as vllm

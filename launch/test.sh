@@ -3,11 +3,19 @@
 #
 #   DEEPGRPO_GOLDEN   folder of golden cases (default: ../shared/golden beside the checkout; absent: those tests are skipped)
 #   DEEPGRPO_DATA     folder of real data sets (default: ../shared/data, likewise)
+#   DEEPGRPO_SYSTEM   0: leave out the system tests, which need vLLM's environment (launch/vllm_env.sh) and minutes
 #   and those of launch/env.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 launch/env.sh test
+if [ "${DEEPGRPO_SYSTEM:-1}" != 0 ]; then
+    launch/vllm_env.sh
+fi
 python=${DEEPGRPO_VENV:-.venv}/bin/python
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-JAX_PLATFORMS=cpu exec "$python" -m pytest "$@"
+marks=()
+if [ "${DEEPGRPO_SYSTEM:-1}" = 0 ]; then
+    marks=(-m "not system")
+fi
+JAX_PLATFORMS=cpu exec "$python" -m pytest "${marks[@]}" "$@"

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import sys
@@ -30,7 +31,7 @@ import jax  # noqa: E402
 
 from deepgrpo.rollout.vllm_server import VllmServerError  # noqa: E402
 from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
-from deepgrpo.weights.setup import start_server, weights_root  # noqa: E402
+from deepgrpo.weights.setup import serving_model, start_server, weights_root  # noqa: E402
 
 LOOK_SECONDS = 2.0  # between two looks at the servers
 
@@ -59,8 +60,8 @@ def main(config) -> int:
 
 
 def serve(config, token: str, stop: threading.Event) -> int:
-    keys, model, root = config.vllm, pathlib.Path(config.model.path), weights_root(config)
-    root.mkdir(parents=True, exist_ok=True)
+    keys, root = config.vllm, weights_root(config)
+    model = serving_model(config, root)
     run, dtype = pathlib.Path(config.run_dir, config.name, "serve"), keys.dtype or config.model.dtype
     pool = concurrent.futures.ThreadPoolExecutor(keys.servers, "serve")
     starts = []
@@ -73,6 +74,7 @@ def serve(config, token: str, stop: threading.Event) -> int:
             os._exit(0)  # the threads wait for servers; those end with this process (vllm_server)
     pool.shutdown()
     with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, model.parent, ignore_errors=True)
         for start in starts:
             if start.exception() is None:
                 stack.callback(start.result().stop)

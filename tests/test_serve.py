@@ -1,25 +1,35 @@
 """Serving for a training elsewhere, with a fake vLLM."""
 
+import dataclasses
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 from deepgrpo.rollout.vllm_server import VllmServer
+from deepgrpo.weights import hf
 from tests.conftest import ROOT
-from tests.rollout import fake_vllm_process
+from tests.data import small_tokenizer
+from tests.rollout import fake_vllm_process, tiny
 from tests.rollout.test_vllm_server import descendants, wait_gone
+
+MODEL = dataclasses.replace(tiny.CONFIG, vocab_size=272)  # 12 rows more than the tokenizer has tokens
 
 
 def command(tmp_path, behaviour: str, port: int) -> list[str]:
     model = tmp_path / "model"
-    model.mkdir(exist_ok=True)
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (model / name).write_text("{}")
+    if not model.exists():
+        small_tokenizer.write(model)
+        hf.save(tiny.random_params(0, MODEL), MODEL, tmp_path / "weights-only", jnp.float32)
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(tmp_path / "weights-only" / name, model / name)
     values = {
         "name": "served",
         "run_dir": tmp_path,
@@ -58,6 +68,8 @@ def test_serves_until_told_to_stop_and_replaces_a_dead_server(tmp_path, port):
             assert lines[-1], "".join(lines)
         first, second = urls[1].split(",")
         assert first == f"http://127.0.0.1:{port}"
+        (start,) = (tmp_path / "weights").glob("*/start/config.json")
+        assert json.loads(start.read_text())["vocab_size"] == 260  # as the snapshots that the training will send
         attached = VllmServer.attach(first, "secret", "served", deadline=30)
         VllmServer.attach(second, "secret", "served", deadline=30)
         family = descendants(process.pid)
@@ -69,6 +81,7 @@ def test_serves_until_told_to_stop_and_replaces_a_dead_server(tmp_path, port):
         process.communicate(timeout=60)
         assert process.returncode == 0
         wait_gone(family)
+        assert not list((tmp_path / "weights").glob("*/start"))
 
 
 def test_says_what_is_missing(tmp_path, port):

@@ -21,8 +21,9 @@ def rollout_mismatch(metrics: Mapping[str, float], threshold: float, dtype: str)
     if mean <= limit:
         return {"rollout_mismatch/alert": 0.0}
     log.warning(
-        "engine and learner disagree about the sampled tokens: |log-prob difference| is %.2g on average (largest %.2g), above %.2g; "
-        "%.1f %% of the ratios are outside [0.5, 2]. Gradients are biased: compare the dtypes of both, or set objective.tis_cap=2",
+        "engine and learner disagree about the sampled tokens: |log-prob difference| is %.2g on average (largest %.2g), "
+        "above %.2g; %.1f %% of the ratios are outside [0.5, 2]. Gradients are biased: compare the dtypes of both, "
+        "or set objective.tis_cap=2",
         mean,
         metrics["rollout_mismatch/abs_max"],
         limit,

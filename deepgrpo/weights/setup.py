@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.learner.learner import Learner
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.rollout.engine import Engine, Request, Sampling, sample_seed
@@ -22,6 +23,7 @@ from deepgrpo.rollout.vllm_fleet import Deadlines, Fleet
 from deepgrpo.rollout.vllm_proof import GREEDY_TOKENS
 from deepgrpo.rollout.vllm_server import VllmServer
 from deepgrpo.types import Ids, as_ids
+from deepgrpo.weights import hf
 from deepgrpo.weights.publish import Publisher
 from deepgrpo.weights.snapshot import Snapshots
 
@@ -150,6 +152,17 @@ def start_server(
         extra_args=("--enable-prompt-tokens-details", *keys.extra_args),
         **place,
     )
+
+
+def serving_model(config: Any, root: pathlib.Path) -> pathlib.Path:
+    """Writes the model that training starts from as snapshots are written, and returns the folder.
+
+    For servers that run before their learner: a vocabulary is fixed when its server starts, and snapshots have no phantom rows.
+    """
+    path, dtype = config.model.path, config.vllm.dtype or config.model.dtype
+    num_real_ids = len(tokenizer_lib.load_tokenizer(path))
+    snapshots = Snapshots(own_folder(root), "direct", ModelConfig.from_hf(path), num_real_ids, dtype, path)
+    return snapshots.write(snapshots.take(hf.load(path, dtype)), "start", {})
 
 
 #### Where snapshots lie

@@ -96,7 +96,7 @@ def test_hard_states_give_a_gradient_where_plain_grpo_has_none(student, uninterr
     forest = uninterrupted["metrics"]
     assert forest[0]["step"] == 0 and forest[-1]["step"] == STEPS  # validated before the first step
     assert forest[-1]["forest/active_nonroot_nodes"] > 0 and forest[-1]["teacher_worker/total_succeeded"] > 0
-    assert sum(record.get("actor/optimizer_steps", 0.0) for record in forest) >= 2
+    assert sum(record.get("actor/optimizer_steps", 0.0) for record in forest) >= 1
     assert all(record["rollout_mismatch/abs_max"] <= 1e-4 for record in forest if "rollout_mismatch/abs_max" in record)
     assert {"forest_pool/num_trees", "forest/num_trees", "teacher_suffix/accepted", "timing_s/step"} - set(forest[-1]) == {
         "timing_s/step"

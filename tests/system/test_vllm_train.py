@@ -17,8 +17,8 @@ pytestmark = [
     pytest.mark.system,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: {PYTHON} is absent, launch/vllm_env.sh makes it"),
 ]
-STEPS = 6
-HARM = {"4": "kill", "5": "kill_engine", "7": "hang"}  # generate's calls: self-test, validation, steps 1, 2, 3, validation, 4
+STEPS = 14
+HARM = {"5": "kill", "9": "kill_engine", "14": "hang"}  # generate's calls: self-test, validation, steps 1 to 7, validation, ...
 VLLM = (
     *("--config.rollout.engine=vllm", f"--config.vllm.python={PYTHON}", "--config.vllm.start_deadline=240"),
     *("--config.vllm.request_deadline=20", "--config.vllm.control_deadline=20", "--config.vllm.load_deadline=20"),
@@ -34,7 +34,8 @@ def run(folder: pathlib.Path, start: list[str], *overrides: str) -> tuple[list[d
             f"--config.run_dir={folder}",
             f"--config.train.steps={STEPS}",
         ),
-        *("--config.train.student_tokens=0", "--config.validation.every=3", "--config.data.validation_limit=32"),
+        *("--config.train.student_tokens=0", "--config.validation.every=7", "--config.data.validation_limit=32"),
+        "--config.data.train=carry_chain:train:32",
         *("--config.telemetry.rollouts_every=1", "--config.telemetry.tensorboard=false", *overrides),
     ]
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
@@ -73,6 +74,8 @@ def test_no_rollout_is_lost_and_the_run_ends_well(harmed):
 def test_engine_and_learner_are_one_policy_at_every_step(harmed):
     gaps = [record["rollout_mismatch/abs_max"] for record in harmed[0] if "rollout_mismatch/abs_max" in record]
     assert len(gaps) >= 2 and max(gaps) <= 1e-4
+    versions = {row["weight_version"] for row in lines(harmed[1] / "rollouts" / f"{STEPS}.jsonl")}
+    assert len(versions) == 1 and versions.pop() > 7
 
 
 def test_greedy_answers_are_the_native_engines(native, harmed):

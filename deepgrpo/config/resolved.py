@@ -79,7 +79,8 @@ def differences(before: dict[str, Any], now: dict[str, Any], config: config_dict
     old, new = before["config"], now["config"]
     changed = [key for key in (new | old) if key not in old or key not in new or old[key] != new[key]]
     lines = {key: f"{key}: {old.get(key, '(absent)')!r} -> {new.get(key, '(absent)')!r}" for key in changed}
-    refused = [lines[key] for key in changed if not harmless(key, config)]
+    # A key that only one of them has came or went with a version of the program: said, not refused.
+    refused = [lines[key] for key in changed if key in old and key in new and not harmless(key, config)]
     if refused:
         raise ConfigError(
             "\n  ".join(

@@ -225,26 +225,33 @@ class Learner:
     def score(self, sequences: Sequence[tuple[Ids, Ids]], at_temperature_1: bool = False) -> list[np.ndarray]:
         """The policy's log-prob of every response token of (prompt_ids, response_ids): float32[R] each, at the rollouts'
         temperature, or at 1 (as an engine scores text that it has not sampled)."""
+        return self.start_score(sequences, at_temperature_1)()
+
+    def start_score(self, sequences: Sequence[tuple[Ids, Ids]], at_temperature_1: bool = False) -> Callable[[], list[np.ndarray]]:
+        """Enqueues `score` of the present policy, which may be updated meanwhile; the result fetches it, in any thread."""
         rows = [
             Row(as_ids(prompt), as_ids(response), 0.0, MAIN, 0.0, None, f"score/{i}", -1, False, 0.0)
             for i, (prompt, response) in enumerate(sequences)
         ]
         filled = [row for row in rows if len(row.response_ids)]
         if not filled:
-            return [np.zeros(0, np.float32) for _ in rows]
+            return lambda: [np.zeros(0, np.float32) for _ in rows]
         for row in filled:
             self._check(row)
         (batch,) = packing.layout([filled], self.buckets, self.micro_batch_tokens, sharding.batch_shards(self.mesh))
         name = "score_at_1" if at_temperature_1 and self.temperature != 1 else "score"
         arrays = self._place(batch)
-        logp = jax.device_get(self._compile(name, arrays)(self.policy, arrays, *self._scalars(np.int32(batch.used))))
-        slots = iter(batch.slots)
-        results = []
-        for row in rows:
-            n = len(row.response_ids)
-            a, b, start = next(slots) if n else (0, 0, 0)
-            results.append(np.asarray(logp[a, b, start : start + n]))
-        return results
+        logp = self._compile(name, arrays)(self.policy, arrays, *self._scalars(np.int32(batch.used)))
+
+        def fetch() -> list[np.ndarray]:
+            host, slots, results = jax.device_get(logp), iter(batch.slots), []
+            for row in rows:
+                n = len(row.response_ids)
+                a, b, start = next(slots) if n else (0, 0, 0)
+                results.append(np.asarray(host[a, b, start : start + n]))
+            return results
+
+        return fetch
 
     def _score(self, params: Any, arrays: dict[str, jax.Array], used: int) -> jax.Array:
         same = params is not self._reference or self.model.dtype == jnp.float32  # one program serves trees of one dtype

@@ -15,7 +15,7 @@ import numpy as np
 from deepgrpo.rollout.vllm_control import Control, VllmError
 from deepgrpo.types import Ids
 
-GREEDY_TOKENS = 8
+GREEDY_TOKENS = 4
 MOVED_SHARE = 0.5  # of the probe's tokens must have other log-probs before a server is expected to have moved, too
 
 

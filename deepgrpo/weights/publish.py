@@ -8,11 +8,11 @@ What fails is tried again from a fresh snapshot, then by a restart of the server
 of other weights than those that are trained would look like learning for a long time.
 """
 
-import dataclasses
 import functools
 import logging
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,8 @@ class Publisher:
     def start(self, version: int) -> Weights:
         """Writes the learner's present policy, for servers to start on."""
         policy = self.snapshots.take(self.learner.policy)
-        return self._weights(self._write(policy, version, 0, {}), version)
+        logps = self._probe_logps()
+        return self._weights(version, self._write(policy, version, 0, {}), logps())
 
     def confirm(self, fleet: Fleet, weights: Weights) -> None:
         """Has every server of a new fleet prove the weights: those that this run started have them, the others load them.
@@ -81,41 +82,42 @@ class Publisher:
         """
         self.fleet.settle()
         start = time.perf_counter()
-        policy = self.snapshots.take(params)
-        weights = self._weights(None, version)
+        policy, logps = self.snapshots.take(params), self._probe_logps()
         blocked = time.perf_counter() - start
-        self.fleet.update(lambda: self._deliver(policy, weights, blocked))
+        self.fleet.update(lambda: self._deliver(version, policy, logps, blocked))
 
     def close(self) -> None:
         self.snapshots.close()
 
-    def _weights(self, folder: pathlib.Path | None, version: int) -> Weights:
-        (logps,) = self.learner.score([(self.probe[:1], self.probe[1:])], at_temperature_1=True)
-        return Weights(folder, version, self.probe, logps, self.tolerance, self.comparable)
+    def _probe_logps(self) -> Callable[[], list[np.ndarray]]:
+        return self.learner.start_score([(self.probe[:1], self.probe[1:])], at_temperature_1=True)
+
+    def _weights(self, version: int, folder: pathlib.Path, logps: list[np.ndarray]) -> Weights:
+        return Weights(folder, version, self.probe, logps[0], self.tolerance, self.comparable)
 
     def _write(self, policy: Any, version: int, attempt: int, seconds: dict[str, float]) -> pathlib.Path:
         return self.snapshots.write(policy, f"{version}.{attempt}" if attempt else str(version), seconds)
 
-    def _deliver(self, policy: Any, weights: Weights, blocked: float) -> None:
+    def _deliver(self, version: int, policy: Any, logps: Callable[[], list[np.ndarray]], blocked: float) -> None:
         """In the background: writes, loads, proves; see the module's text. `blocked`: seconds that the learner waited."""
         fleet, start, seconds = self.fleet, time.perf_counter(), {"blocked": blocked}
         waiting, errors = fleet.replicas, {}
         for attempt in range(self.attempts):
-            weights = dataclasses.replace(weights, folder=self._write(policy, weights.version, attempt, seconds))
+            weights = self._weights(version, self._write(policy, version, attempt, seconds), logps())
             errors = fleet.on_all(functools.partial(self._load, weights), waiting)
             waiting = list(errors)
             if not errors or any(isinstance(error, SnapshotRefused) and error.names for error in errors.values()):
                 break  # other tensors than the model's: no repetition changes that
-            log.warning("step %d, attempt %d of %d to load:\n%s", weights.version, attempt + 1, self.attempts, told(errors))
+            log.warning("step %d, attempt %d of %d to load:\n%s", version, attempt + 1, self.attempts, told(errors))
         else:
-            log.warning("step %d: restarting %s", weights.version, ", ".join(replica.name for replica in waiting))
+            log.warning("step %d: restarting %s", version, ", ".join(replica.name for replica in waiting))
             restartable = [replica for replica in waiting if replica.ours]
             failed = fleet.on_all(functools.partial(self._restart, weights), restartable)
             errors = {replica: failed.get(replica, errors[replica]) for replica in waiting if not has(replica, weights)}
         if errors:
             before = "none" if fleet.weights is None else f"version {fleet.weights.version}"
             raise PublishError(
-                f"the weights of step {weights.version} were not proven to be in the engine (proven before: {before}); "
+                f"the weights of step {version} were not proven to be in the engine (proven before: {before}); "
                 f"no rollout may be sampled, the run stops. Its newest checkpoint resumes it:\n{told(errors)}"
             )
         self._adopt(weights)

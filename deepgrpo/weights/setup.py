@@ -203,12 +203,12 @@ def is_running(pid: int) -> bool:
 
 
 def probe_text(prompts: Sequence[Ids], block: int, max_model_len: int) -> Ids:
-    """Training prompts in a row, cut to one and a half cache blocks and a token: text like the engine's own work.
+    """Training prompts in a row, cut to more than a cache block: text like the engine's own work.
 
     Raises:
       ValueError: the context cannot hold it.
     """
-    length = block + block // 2 + 1
+    length = block + block // 4 + 1
     if length + GREEDY_TOKENS > max_model_len:
         raise ValueError(
             f"the weights are proven with a text of {length} tokens and {GREEDY_TOKENS} more, but rollout.max_model_len is "

@@ -6,6 +6,7 @@ devices. Both end in `hf.save`, so the files are the same. Phantom ids (vocabula
 cannot sample a row that it does not have.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -27,6 +28,7 @@ from deepgrpo.weights import hf
 from deepgrpo.weights.checkpoint import named_leaves
 
 ROUTES = ("orbax", "direct")
+GROUP_BYTES = 2 * 2**30  # of arrays that are read from Orbax at once
 
 # Orbax warns, at each save by a single process, that there is nothing to merge from several.
 logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
@@ -57,6 +59,7 @@ class Snapshots:
         self.config = dataclasses.replace(config, vocab_size=num_real_ids)
         self.tokenizer_from = pathlib.Path(tokenizer_from)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._sweeper = concurrent.futures.ThreadPoolExecutor(1, "sweep")
 
     def take(self, params: Any) -> Any:
         """A copy of the policy, sharded likewise, that outlives the next update. Only enqueues it: the caller need not wait."""
@@ -76,12 +79,14 @@ class Snapshots:
                     checkpointer.save(store, args=ocp.args.PyTreeSave(named_leaves(policy)))
         with _lap(seconds, "convert"):
             hf.save(self._parts(policy, store), self.config, target, self.dtype, self.tokenizer_from)
-        shutil.rmtree(store, ignore_errors=True)
+        self._remove(store)
         return target
 
     def _parts(self, policy: Any, store: pathlib.Path) -> dict:
         """The tree that `hf.save` converts, read from the Orbax store or from the learner's devices."""
-        stored, named, parts = _Store(store), named_leaves(policy), {}
+        leaves, parts = named_leaves(policy), {}
+        named = {name: leaves[name] for name in (".".join(row.path) for row in hf.table(self.config))}  # in the file's order
+        stored = _Store(store, named)
         for row in hf.table(self.config):
             name = ".".join(row.path)
             read = functools.partial(stored.read, name) if self.route == "orbax" else functools.partial(np.asarray, named[name])
@@ -94,10 +99,15 @@ class Snapshots:
         kept = {folder.name for folder in folders}
         for path in self.folder.iterdir():
             if path.name not in kept:
-                shutil.rmtree(path, ignore_errors=True)  # what cannot be removed now will be next time
+                self._remove(path)
 
     def close(self) -> None:
+        self._sweeper.shutdown(wait=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _remove(self, path: pathlib.Path) -> None:
+        """Behind the caller's back, since giving back gigabytes takes a while. What cannot be removed now will be next time."""
+        self._sweeper.submit(shutil.rmtree, path, ignore_errors=True)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -131,20 +141,28 @@ class _Part:
 
 
 class _Store:
-    """The arrays of an Orbax checkpoint, read when they are asked for; only the last one is kept, for its many layers."""
+    """The arrays of an Orbax checkpoint, read in groups of neighbours of which one at a time is kept: all at once would take a
+    whole policy's memory, one by one takes twice the time."""
 
-    def __init__(self, folder: pathlib.Path):
-        self.folder = folder
-        self.last: tuple[str, np.ndarray] | None = None
+    def __init__(self, folder: pathlib.Path, named: dict[str, jax.Array]):
+        self.folder, self.groups, self.loaded = folder, [], {}
+        room = 0
+        for name, leaf in named.items():
+            if leaf.nbytes > room:
+                self.groups.append([])
+                room = GROUP_BYTES
+            self.groups[-1].append(name)
+            room -= leaf.nbytes
 
     def read(self, name: str) -> np.ndarray:
-        if self.last is None or self.last[0] != name:
-            self.last = None
-            restore = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
-            args = ocp.args.PyTreeRestore(item={name: 0}, restore_args=restore, partial_restore=True)
+        if name not in self.loaded:
+            self.loaded = {}
+            (group,) = (group for group in self.groups if name in group)
+            restore = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in group}
+            args = ocp.args.PyTreeRestore(item=dict.fromkeys(group, 0), restore_args=restore, partial_restore=True)
             with _checkpointer() as checkpointer:
-                self.last = name, checkpointer.restore(self.folder, args=args)[name]
-        return self.last[1]
+                self.loaded = checkpointer.restore(self.folder, args=args)
+        return self.loaded[name]
 
 
 def _checkpointer() -> ocp.Checkpointer:

@@ -38,7 +38,11 @@ class Student:
     def __init__(self, params):
         self.policy, self.model = params, types.SimpleNamespace(dtype=jnp.float32)
 
-    def score(self, sequences, at_temperature_1=False):
+    def start_score(self, sequences, at_temperature_1=False):
+        scores = self.score(sequences)
+        return lambda: scores
+
+    def score(self, sequences):
         plain = tiny.plain()
         return [
             tiny.learner_logps(self.policy, tiny.Request(prompt, (0,)), types.SimpleNamespace(ids=ids), plain).astype(np.float32)
@@ -78,6 +82,11 @@ class Rig:
     def publish(self, params, version):
         self.student.policy = params
         self.publisher.publish(params, version)
+
+    def kept(self):
+        """Names of the snapshots on disk, once what is to go has gone."""
+        self.snapshots._sweeper.submit(lambda: None).result()
+        return sorted(path.name for path in self.snapshots.folder.iterdir())
 
     def close(self):
         self.engine.close()

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from deepgrpo.model.config import ModelConfig
-from deepgrpo.model.transformer import Transformer
+from deepgrpo.model.transformer import abstract_params
 from deepgrpo.rollout import sampling as sampling_lib
 from deepgrpo.rollout.engine import OnDone, Request, Sampling
 from deepgrpo.rollout.native_batch import Batch
@@ -134,8 +134,7 @@ class NativeEngine:
 
 def check_params(params: Any, config: ModelConfig) -> None:
     """Raises ValueError, naming the leaf, unless `params` has the tree and the shapes of `config`'s decoder."""
-    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    expected = jax.eval_shape(Transformer(config, jnp.float32).init, jax.random.key(0), token, token, token)["params"]
+    expected = abstract_params(config)
     shapes = {
         name: {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for name, tree in (("expected", expected), ("found", params))

@@ -8,6 +8,7 @@ moved, has not loaded anything.
 """
 
 import dataclasses
+import logging
 import pathlib
 
 import numpy as np
@@ -17,6 +18,8 @@ from deepgrpo.types import Ids
 
 GREEDY_TOKENS = 4
 MOVED_SHARE = 0.5  # of the probe's tokens must have other log-probs before a server is expected to have moved, too
+
+log = logging.getLogger(__name__)
 
 
 class ProofError(VllmError):
@@ -30,7 +33,7 @@ class Weights:
     folder: Hugging Face folder. version: training step.
     probe: int32[P], a text longer than a block of the prefix cache.
     logps: float32[P - 1], the learner's log-probs of probe[1:] at temperature 1, by these weights.
-    tolerance: mean |difference| of log-probs that two programs may have, by dtype.
+    tolerance: distance (`distance`) of log-probs that two programs may have, by dtype.
     comparable: engine and learner compute in one dtype, so that what moves the learner's numbers moves the engine's.
     """
 
@@ -90,8 +93,14 @@ def prove(control: Control, weights: Weights, salt: str, before: Proof | None, d
     return proof
 
 
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """Mean |difference| of log-probs, in nats, of unlikely tokens as a share of their own: rounding grows with the logits."""
+    return float(np.mean(np.abs(found - expected) / np.maximum(1.0, np.abs(expected))))
+
+
 def _require_close(url: str, found: np.ndarray, expected: np.ndarray, weights: Weights, what: str, so: str) -> None:
-    gap = float(np.mean(np.abs(found - expected)))
+    gap = distance(found, expected)
+    log.debug("%s: log-probs %s: distance %.2g at version %d", url, what, gap, weights.version)
     if not gap <= weights.tolerance:  # a NaN is not close
         raise ProofError(
             f"{url}: log-probs {what}, differ by {gap:.2g} on average at version {weights.version}, "

@@ -104,6 +104,8 @@ class Snapshots:
     def close(self) -> None:
         self._sweeper.shutdown(wait=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.folder.parent.rmdir()  # unless others have something there
 
     def _remove(self, path: pathlib.Path) -> None:
         """Behind the caller's back, since giving back gigabytes takes a while. What cannot be removed now will be next time."""

@@ -50,7 +50,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.max_model_len = 1024  # tokens of prompt plus response
     config.rollout.slots = 128  # native engine: sequences decoded at once
     config.rollout.decode_steps = 16  # native engine: tokens a slot decodes between two looks of the scheduler
-    config.rollout.max_staleness = 0  # versions that the weights of a rollout may lag behind; 0: synchronous
+    config.rollout.max_staleness = (
+        0  # versions that a rollout's weights may lag behind: 0 | 1 (the next step is rolled out during the update)
+    )
     config.rollout.mismatch_alert = 0.0  # mean |log-prob difference| of engine and learner that is warned of; 0: by dtype
 
     config.vllm = section()  # rollout.engine=vllm

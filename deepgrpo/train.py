@@ -22,7 +22,9 @@ from deepgrpo import config as config_lib
 if __name__ == "__main__":
     CONFIG, LINE = config_lib.from_command_line(sys.argv)  # a mistyped key or a missing file ends here, before JAX starts
 
+import concurrent.futures  # noqa: E402
 import contextlib  # noqa: E402
+import dataclasses  # noqa: E402
 import gc  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
@@ -188,8 +190,19 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         run=run,
     )
     setting = Setting(engine, grading, tokenizer, sampling, config.seed, GRADING_PATIENCE * config.rewards.deadline)
+    setting_of_others = dataclasses.replace(setting, tokenizer=tokenizer_lib.load_tokenizer(config.model.path))
     greedy = with_sampling(setting, temperature=config.validation.temperature, top_p=config.validation.top_p, top_k=-1)
     timer = Timer()
+
+    def draw(at: int) -> list[Prompt]:
+        """The prompts of a step: the data set's and, if there are any, hard states."""
+        ratio, ready = config.curriculum.injection_ratio, curriculum.ready()
+        states = curriculum.sample(injection_count(data.batch_size, ratio, ready, config.strict_reference), at)
+        replaced = len(states) if config.curriculum.injection_mode == "replace" else 0
+        drawn = dataset.next(data.batch_size - replaced)
+        prompts = [Prompt(p.prompt_ids, p, rollout.n, f"{at}:{i}") for i, p in enumerate(drawn)]
+        n = config.curriculum.rollout_n or rollout.n
+        return prompts + [Prompt(s.ids, s.problem, n, f"{at}:state:{i}", s.node) for i, s in enumerate(states)]
 
     def validate(at: int) -> dict[str, float]:
         prompts = [Prompt(p.prompt_ids, p, config.validation.n, f"validation:{i}") for i, p in enumerate(held_out)]
@@ -221,25 +234,18 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         log.info("nothing to do: %s is at step %d of %d, with %d student tokens", run, step, total_steps, student_tokens)
         return
 
-    while not (done() or stop.is_set()):
+    others = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, "rollouts"))
+    ahead = None  # with max_staleness 1: the next step's groups, in the making while this step updates
+    versions = [engine.version]  # of the weights, the newest two
+    while not done() and (ahead or not stop.is_set()):
         step += 1
         with timer("step"):
             ########################################################################################################
-            #  Prompts: the data set's, and hard states
-            ########################################################################################################
-            ratio, ready = config.curriculum.injection_ratio, curriculum.ready()
-            states = curriculum.sample(injection_count(data.batch_size, ratio, ready, config.strict_reference), step)
-            replaced = len(states) if config.curriculum.injection_mode == "replace" else 0
-            drawn = dataset.next(data.batch_size - replaced)
-            prompts = [Prompt(p.prompt_ids, p, rollout.n, f"{step}:{i}") for i, p in enumerate(drawn)]
-            n = config.curriculum.rollout_n or rollout.n
-            prompts += [Prompt(s.ids, s.problem, n, f"{step}:state:{i}", s.node) for i, s in enumerate(states)]
-
-            ########################################################################################################
-            #  Rollouts, graded as they finish
+            #  Prompts (the data set's, and hard states) and their rollouts, graded as they finish
             ########################################################################################################
             with timer("gen"):
-                groups = loop(setting, prompts, step, "train")
+                groups = ahead.result() if ahead else loop(setting, draw(step), step, "train")
+            ahead = None
             student_tokens += sum(len(r.completion.ids) for group in groups for r in group.rollouts)
 
             ########################################################################################################
@@ -256,23 +262,34 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             ########################################################################################################
             #  Update
             ########################################################################################################
+            last = done()
+            validates = bool(held_out) and config.validation.every > 0 and (last or step % config.validation.every == 0)
+            saves = last or (keep.every > 0 and step % keep.every == 0)
+            epoch = dataset.epoch
+            if rollout.max_staleness and not (saves or validates or stop.is_set()):  # a checkpoint holds no half-made step
+                ahead = others.submit(loop, setting_of_others, draw(step + 1), step + 1, "train")
+            oldest = min((r.completion.version for group in groups for r in group.rollouts), default=versions[-1])
+            metrics["rollout_mismatch/staleness"] = sum(version > oldest for version in versions)
             every_row = rows_lib.rows_from_groups(groups, config.objective.advantage)
             rows = rows_lib.keep_rows(every_row)
             metrics |= learner.update(rows, step)
+            if ahead:
+                with timer("gen"):
+                    concurrent.futures.wait([ahead])  # one step's rollouts are of one policy
             if rows:
                 with timer("publish"):
                     publish(learner.policy, step)
+                versions = [versions[-1], step]
 
             ########################################################################################################
             #  Validation and log
             ########################################################################################################
-            last = done() or step == total_steps
-            if held_out and config.validation.every and (last or step % config.validation.every == 0):
+            if validates:
                 metrics |= validate(step)
         metrics |= rows_lib.data_metrics(every_row, rollout.max_model_len) | rows_lib.filter_metrics(every_row, rows)
         metrics |= statistics.group_statistics(groups, config.rewards.threshold) | curriculum.metrics()
         metrics |= (teacher.metrics() if teacher else {}) | grading.metrics() | engine.metrics() | timer.metrics()
-        metrics |= {"training/global_step": step, "training/epoch": dataset.epoch, "training/student_tokens": student_tokens}
+        metrics |= {"training/global_step": step, "training/epoch": epoch, "training/student_tokens": student_tokens}
         metrics_file.write(step, metrics)
         progress.update(step, metrics)
         if config.telemetry.rollouts_every and step % config.telemetry.rollouts_every == 0:
@@ -283,7 +300,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         #  Checkpoint
         ############################################################################################################
         best = checkpoints.note_validation(step, metrics)
-        if best or last or stop.is_set() or (keep.every and step % keep.every == 0):
+        if (best or saves or stop.is_set()) and not ahead:
             save()
     progress.close()
     reason = "stopped by a signal" if stop.is_set() and not done() else "finished"

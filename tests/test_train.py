@@ -69,7 +69,7 @@ def outcome(folder: pathlib.Path, student: pathlib.Path) -> dict[str, object]:
         "forest": {path.name: path.read_bytes() for path in sorted((step / "curriculum").iterdir())},
         "host": json.loads((step / "host.json").read_text()),
         "metrics": [metrics_lib.reproducible(record) for record in metrics_lib.read(run)],
-        "validation": {path.name: path.read_text() for path in sorted((run / "validation").iterdir())},
+        "validation": {path.name: path.read_text() for path in sorted((run / "validation").glob("*"))},
     }
 
 
@@ -181,3 +181,15 @@ def test_a_recorded_run_is_replayed_without_an_endpoint(student, uninterrupted, 
     assert again[-1]["teacher/http_requests"] == 0 and first[-1]["teacher/http_requests"] > 0
     same = [key for key in first[-1] if key.startswith(("forest/", "critic/", "val-"))]
     assert [{k: r.get(k) for k in same} for r in again] == [{k: r.get(k) for k in same} for r in first]
+
+
+def test_one_step_ahead_is_one_version_behind_and_resumes_the_same(student, tmp_path):
+    ahead = {"rollout__max_staleness": 1, "validation__every": 0, "checkpoint__every": 5, "objective__tis_cap": 2.0}
+    finish(start(tmp_path / "whole", **ahead))
+    finish(start(tmp_path / "killed", {"DEEPGRPO_CRASH_AT": "after_pointer@5"}, **ahead), -signal.SIGKILL)
+    finish(start(tmp_path / "killed", **ahead))
+    records = metrics_lib.read(tmp_path / "whole" / "carry_chain")
+    stale = [record["rollout_mismatch/staleness"] for record in records]
+    assert max(stale) == 1 and stale[5] == 0  # nothing is rolled out ahead of a checkpoint: the step after it is on policy
+    whole, killed = outcome(tmp_path / "whole", student), outcome(tmp_path / "killed", student)
+    assert killed["forest"] == whole["forest"] and killed["metrics"] == whole["metrics"]

@@ -226,11 +226,6 @@ def distribution_rules(config: config_dict.ConfigDict) -> list[Rule]:
             "the policy that is trained is the whole distribution; rollouts from a part of it would bias every ratio. "
             "Use top_p=1 and top_k=-1 (a lower rollout.temperature is allowed, and trained at)",
         ),
-        (
-            ("rollout.max_staleness",),
-            rollout.max_staleness == 0,
-            "rollouts one version behind are not available yet; use --config.rollout.max_staleness=0",
-        ),
     ]
 
 

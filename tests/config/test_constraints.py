@@ -50,7 +50,7 @@ def message(*overrides) -> str:
         (["--config.name=a/b"], ["name = 'a/b'"]),
         (["--config.rollout.top_p=0.9"], ["rollout.top_p = 0.9", "the whole distribution"]),
         (["--config.rollout.top_k=20"], ["rollout.top_k = 20", "the whole distribution"]),
-        (["--config.rollout.max_staleness=1"], ["rollout.max_staleness = 1"]),
+        (["--config.rollout.max_staleness=2"], ["rollout.max_staleness = 2"]),
         (["--config.rollout.engine=vllm", "--config.rollout.temperature=2.5"], ["rollout.temperature = 2.5", "[0.01, 2]"]),
         (["--config.rollout.engine=vllm", "--config.vllm.gpu_ids=0,1,1"], ["vllm.gpu_ids", "servers times tensor_parallel"]),
         (["--config.rollout.engine=vllm", "--config.vllm.attach=host:8000"], ["vllm.attach", "http://HOST:PORT"]),

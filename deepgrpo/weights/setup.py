@@ -103,8 +103,9 @@ def open_vllm(
     stack.callback(snapshots.close)
     probe = probe_text(prompts, keys.block_size, sampling.max_model_len)
     publisher = Publisher(None, snapshots, learner, probe, weights.attempts, weights.keep, weights.tolerance)
+    servers = attached_servers(config)  # first: a server that is absent or another run's is not worth a snapshot
     first = publisher.start(version)
-    servers = open_servers(config, stack, first.folder, root, dtype, run)
+    servers = servers or start_servers(config, stack, first.folder, root, dtype, run)
     fleet = Fleet(servers, config.name, Deadlines(keys.control_deadline, keys.load_deadline, keys.start_deadline))
     stack.callback(fleet.close)
     engine = VllmEngine(fleet, num_real_ids, keys.block_size, keys.max_concurrent, keys.request_deadline)
@@ -114,14 +115,17 @@ def open_vllm(
     return engine, publisher.publish
 
 
-def open_servers(
+def attached_servers(config: Any) -> list[VllmServer]:
+    """Those that the configuration names, once they are ready; none if it names none."""
+    token = os.environ.get(config.vllm.token_env, "")
+    return [VllmServer.attach(url, token, config.name, config.vllm.start_deadline) for url in config.vllm.attach]
+
+
+def start_servers(
     config: Any, stack: contextlib.ExitStack, model: pathlib.Path, root: pathlib.Path, dtype: str, run: pathlib.Path
 ) -> list[VllmServer]:
-    """Attaches to the servers that the configuration names, or starts its own, all at once."""
+    """Starts the configuration's servers, all at once."""
     keys = config.vllm
-    if keys.attach:
-        token = os.environ.get(keys.token_env, "")
-        return [VllmServer.attach(url, token, config.name, keys.start_deadline) for url in keys.attach]
     with concurrent.futures.ThreadPoolExecutor(keys.servers, "vllm-start") as pool:
         starts = [pool.submit(start_server, config, index, model, root, dtype, run) for index in range(keys.servers)]
     for future in starts:

@@ -19,6 +19,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 OPEN_PATH = "/health"
+DEFAULTS = {"n": 1, "top_p": 1.0, "top_k": 0, "seed": 0, "stop_token_ids": []}  # vLLM's own
 
 
 class Model:
@@ -107,8 +108,8 @@ class Knobs:
 class FakeVllm:
     """One fake server on a port of the loopback; also the `VllmServer` that supervises it (url, token, restart, ...)."""
 
-    def __init__(self, folder, run_id="run", token="token", ours=True, knobs=None, identity=True):
-        self.folder, self.run_id, self.token, self.ours, self.identity = folder, run_id, token, ours, identity
+    def __init__(self, folder, run_id="run", token="token", ours=True, knobs=None, port=0):
+        self.folder, self.run_id, self.token, self.ours, self.port = folder, run_id, token, ours, port
         self.knobs = knobs or Knobs()
         self.calls: list[tuple[float, str, dict]] = []
         self.restarts = 0
@@ -122,8 +123,8 @@ class FakeVllm:
         self.model, self.version = Model(folder), "default"
         self.paused, self.cache, self.generated = threading.Event(), {}, 0
         self._ended = threading.Event()
-        handler = type("Handler", (_Handler,), {"fake": self})
-        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        handler = type("Handler", (_Handler,), {"fake": self, "ended": self._ended})  # of this life of the server
+        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), handler)
         self._http.daemon_threads = True
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
@@ -166,6 +167,7 @@ class FakeVllm:
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     fake: FakeVllm
+    ended: threading.Event
 
     def log_message(self, *args):
         pass
@@ -189,7 +191,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         route(body)
 
     def answer(self, status, body):
-        if self.fake._ended.is_set():
+        if self.ended.is_set():
             return self.cut()
         data = json.dumps(body).encode()
         self.send_response(status)
@@ -211,7 +213,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return left != 0
 
     def wait_while_paused(self):
-        while self.fake.paused.is_set() and not self.fake._ended.wait(0.01):
+        while self.fake.paused.is_set() and not self.ended.wait(0.01):
             pass
 
     #### Routes
@@ -220,31 +222,29 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.answer(200, {})
 
     def who(self, body):
-        if not self.fake.identity:
-            return self.answer(404, {"error": "no such route"})
         self.answer(200, {"run_id": self.fake.run_id})
 
     def generate(self, body):
         fake = self.fake
         self.wait_while_paused()
         if self.spend("hang"):
-            fake._ended.wait(60)
-        if fake._ended.is_set() or self.spend("drop"):
+            self.ended.wait(60)
+        if self.ended.is_set() or self.spend("drop"):
             return self.cut()
         if self.spend("error"):
             return self.answer(500, {"error": "EngineCore encountered an issue"})
         if self.spend("refuse"):
             return self.answer(400, {"error": "this request is not valid"})
-        p, ids, limit = body["sampling_params"], body["token_ids"], fake.model.config["max_position_embeddings"]
+        p, ids, limit = DEFAULTS | body["sampling_params"], body["token_ids"], fake.model.config["max_position_embeddings"]
         if p["max_tokens"] < 1 or len(ids) + p["max_tokens"] > limit or max(ids) >= fake.model.config["vocab_size"]:
             return self.answer(400, {"error": f"{len(ids)} + {p['max_tokens']} tokens of {limit}, largest id {max(ids)}"})
-        if len(body["cache_salt"]) > 128 or set(body["cache_salt"]) & set("@/\\\0"):
+        if len(salt := body.get("cache_salt", "none")) > 128 or set(salt) & set("@/\\\0"):
             return self.answer(400, {"error": "Parameter 'cache_salt' must be at most 128 characters and must not contain '/'"})
         key = json.dumps([ids, p])
         if fake.knobs.stale_cache and key in fake.cache:
             choices = fake.cache[key]
         else:
-            choices = [self.sample(ids, p, j) for j in range(p.get("n", 1))]
+            choices = [self.sample(ids, p, j) for j in range(p["n"])]
             fake.cache[key] = choices
         spans = [{"version": fake.version, "start": 0, "end": len(choice["token_ids"])} for choice in choices]
         choices = [choice | {"weight_versions": [span]} for choice, span in zip(choices, spans, strict=True)]
@@ -257,10 +257,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             last = fake.generated == fake.knobs.die_after
         self.answer(200, {"choices": choices, "usage": {"prompt_tokens": len(ids)}})
         if last:
+            fake.knobs.die_after = -1
             fake.die()
 
     def sample(self, ids, p, j):
-        rng, ids, out, content, reason = np.random.default_rng(p.get("seed", 0) + j), list(ids), [], [], "length"
+        rng, ids, out, content, reason = np.random.default_rng(p["seed"] + j), list(ids), [], [], "length"
         while len(out) < p["max_tokens"] and reason != "stop":
             logp = distribution(self.fake.model.logits(ids)[-1], p)
             token = int(np.argmax(logp)) if not p["temperature"] else int(rng.choice(len(logp), p=np.exp(logp)))
@@ -287,7 +288,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def load(self, body):
         fake, (path,) = self.fake, body["args"]
         if self.spend("hang_load"):
-            fake._ended.wait(60)
+            self.ended.wait(60)
         if self.spend("fail_load"):
             return self.answer(500, {"error": "EngineCore encountered an issue"})
         result = {"ok": True, "error": "", "missing": [], "unexpected": [], "mismatched": [], "seconds": {}}

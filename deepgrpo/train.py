@@ -49,7 +49,7 @@ from deepgrpo.rewards.grade import check_sources  # noqa: E402
 from deepgrpo.rewards.service import GradingService  # noqa: E402
 from deepgrpo.rollout.engine import Sampling  # noqa: E402
 from deepgrpo.teacher.setup import open_teacher  # noqa: E402
-from deepgrpo.telemetry import dumps, statistics  # noqa: E402
+from deepgrpo.telemetry import alerts, dumps, statistics  # noqa: E402
 from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
 from deepgrpo.telemetry.metrics import Metrics  # noqa: E402
 from deepgrpo.telemetry.progress import Progress, Timer  # noqa: E402
@@ -273,6 +273,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             every_row = rows_lib.rows_from_groups(groups, config.objective.advantage)
             rows = rows_lib.keep_rows(every_row)
             metrics |= learner.update(rows, step)
+            metrics |= alerts.rollout_mismatch(metrics, rollout.mismatch_alert, config.model.dtype, config.vllm.dtype)
             if ahead:
                 with timer("gen"):
                     concurrent.futures.wait([ahead])  # one step's rollouts are of one policy

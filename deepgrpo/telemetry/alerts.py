@@ -9,15 +9,15 @@ EXPECTED_MISMATCH = {"float32": 1e-3, "bfloat16": 0.05}
 log = logging.getLogger(__name__)
 
 
-def rollout_mismatch(metrics: Mapping[str, float], threshold: float, dtype: str) -> dict[str, float]:
-    """`rollout_mismatch/alert`: 1 where engine and learner disagree by more than `threshold` (0: by dtype), which is also logged.
+def rollout_mismatch(metrics: Mapping[str, float], threshold: float, *dtypes: str) -> dict[str, float]:
+    """`rollout_mismatch/alert`: 1 where engine and learner disagree by more than `threshold`, which is also logged.
 
-    Empty when the step has no measurement.
+    Empty when the step has no measurement. dtypes: of learner and engine, "" for the same; they decide if the threshold is 0.
     """
     mean = metrics.get("rollout_mismatch/abs_mean")
     if mean is None:
         return {}
-    limit = threshold or EXPECTED_MISMATCH[dtype]
+    limit = threshold or max(EXPECTED_MISMATCH[dtype] for dtype in dtypes if dtype)
     if mean <= limit:
         return {"rollout_mismatch/alert": 0.0}
     log.warning(

@@ -163,18 +163,6 @@ def test_concurrency_is_bounded_and_replicas_share_the_load(rig):
     assert all(replica.generating == 0 for replica in one.fleet.replicas)
 
 
-def test_a_prompt_goes_where_its_prefix_is(rig):
-    one, base = rig(servers=3), np.arange(16)
-    sampling = tiny.plain()
-    for start in (base, base + 20, base + 40):  # three trees, a server each
-        one.engine.generate([Request(as_ids(start), (1,), 1)], sampling)
-    homes = [
-        fake.bodies("/inference/v1/generate")[-1]["token_ids"][0] for fake in one.fakes if fake.bodies("/inference/v1/generate")
-    ]
-    one.engine.generate([Request(as_ids([*base, 7, 7, i]), (1,), 1) for i in range(2)], sampling)
-    assert homes and max(len(fake.bodies("/inference/v1/generate")) for fake in one.fakes) >= 3
-
-
 def test_bad_requests_are_named(rig):
     one = rig()
     for ids, message in (([], "request 0: the prompt is empty"), ([5, 93], "request 0: prompt id 93 .* id < 90")):

@@ -15,7 +15,8 @@ from deepgrpo.weights import hf
 from deepgrpo.weights.setup import SelfTestError, own_folder, probe_text, self_test
 from deepgrpo.weights.snapshot import Snapshots
 from tests.rollout import tiny
-from tests.rollout.fake_vllm import Knobs, Model
+from tests.rollout.fake_vllm import Knobs
+from tests.rollout.numpy_decoder import Model
 from tests.rollout.vllm_rig import Rig, nudged, tokenizer_folder, weights
 
 

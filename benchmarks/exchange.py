@@ -37,7 +37,7 @@ MODELS = {
     "small": ModelConfig("qwen2", 12288, 14, 768, 12, 4, 64, 2048, 1e4, 1e-6, True, True, False, 1024),
     "tiny": ModelConfig("qwen2", 2048, 4, 128, 4, 2, 32, 384, 1e4, 1e-6, True, True, False, 1024),
 }
-PARTS = ("blocked", "orbax", "convert", "load", "proof", "total")
+PARTS = ("blocked", "snapshot", "orbax", "convert", "load", "proof", "total")
 
 
 def write_tokenizer(folder: pathlib.Path, size: int) -> None:

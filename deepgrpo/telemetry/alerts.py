@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 # Mean |log-prob difference| between engine and learner that rounding explains, by the coarser dtype of the two.
 EXPECTED_MISMATCH = {"float32": 1e-3, "bfloat16": 0.05}
+STALE_MISMATCH = 0.2  # of rollouts by an older policy, which differ by what it has learned since
 
 log = logging.getLogger(__name__)
 
@@ -12,12 +13,14 @@ log = logging.getLogger(__name__)
 def rollout_mismatch(metrics: Mapping[str, float], threshold: float, *dtypes: str) -> dict[str, float]:
     """`rollout_mismatch/alert`: 1 where engine and learner disagree by more than `threshold`, which is also logged.
 
-    Empty when the step has no measurement. dtypes: of learner and engine, "" for the same; they decide if the threshold is 0.
+    Empty when the step has no measurement. dtypes: of learner and engine, "" for the same; they decide if the threshold is 0 and
+    the rollouts are not stale.
     """
     mean = metrics.get("rollout_mismatch/abs_mean")
     if mean is None:
         return {}
-    limit = threshold or max(EXPECTED_MISMATCH[dtype] for dtype in dtypes if dtype)
+    expected = max(EXPECTED_MISMATCH[dtype] for dtype in dtypes if dtype)
+    limit = threshold or (STALE_MISMATCH if metrics.get("rollout_mismatch/staleness") else expected)
     if mean <= limit:
         return {"rollout_mismatch/alert": 0.0}
     log.warning(

@@ -69,9 +69,11 @@ class Snapshots:
         """Writes what `take` returned and returns the folder, which appears at once and complete.
 
         Args:
-          seconds: gets the time of the parts `orbax` and `convert`.
+          seconds: gets the time of the parts `snapshot` (until the copy is there), `orbax` and `convert`.
         """
         target, store = self.folder / name, self.folder / f".{name}.orbax"
+        with _lap(seconds, "snapshot"):
+            jax.block_until_ready(policy)
         with _lap(seconds, "orbax"):
             if self.route == "orbax":
                 shutil.rmtree(store, ignore_errors=True)

@@ -27,3 +27,8 @@ def test_mismatch(caplog, mean, threshold, dtype, alert):
 
 def test_no_measurement_is_no_alert():
     assert alerts.rollout_mismatch({}, 0.0, "float32") == {}
+
+
+def test_stale_rollouts_may_differ_more():
+    stale = {"rollout_mismatch/abs_mean": 0.1, "rollout_mismatch/staleness": 1}
+    assert alerts.rollout_mismatch(stale, 0.0, "float32") == {"rollout_mismatch/alert": 0.0}

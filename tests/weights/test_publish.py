@@ -69,7 +69,7 @@ def test_publish_and_its_order_of_calls(rig):
         *("/weight_info", "/v1/completions"),
     ]
     times = {key for key in one.engine.metrics() if key.startswith("timing_s/")}
-    assert times == {f"timing_s/publish_{part}" for part in ("blocked", "orbax", "convert", "load", "proof", "total")}
+    assert times == {f"timing_s/publish_{part}" for part in ("blocked", "snapshot", "orbax", "convert", "load", "proof", "total")}
     assert one.kept() == ["3"]  # all servers have acknowledged it
 
 

@@ -1,6 +1,7 @@
 """The interface of every rollout engine: token ids in; token ids, log-probs and a finish reason out.
 
-An engine holds one set of weights with a version. `generate` is synchronous for the caller; how many requests run at once is the
+An engine holds one set of weights with a version. `weights.setup.open_engine` returns it with the function that gives it others;
+`generate` uses none that is not proven to be there. It is synchronous for the caller; how many requests run at once is the
 engine's business. The sampled distribution is `softmax(logits / temperature)` restricted to top-k, then to top-p, without phantom
 ids (vocabulary rows above the tokenizer), renormalised; returned log-probs are of exactly that distribution. Temperature 0 is
 greedy: the argmax, whose log-prob is reported under temperature 1 without top-k and top-p.
@@ -9,7 +10,7 @@ greedy: the argmax, whose log-prob is reported under temperature 1 without top-k
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from deepgrpo.types import Completion, Ids
 
@@ -32,7 +33,8 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """`len(seeds)` samples of one prompt. A sample's tokens depend on (weights, prompt, sampling, its seed) alone.
+    """`len(seeds)` samples of one prompt. A sample's tokens depend on (weights, prompt, sampling, its seed) alone; with vLLM, on all
+    seeds of the request and the sample's place among them.
 
     prompt_ids: int32[len]. seeds: one uint32 a sample. max_tokens: optional cap below what `max_model_len` leaves.
     """
@@ -50,9 +52,6 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None = None) -> list[list[Completion]]:
         """Returns completions in request order, then seed order. A prompt without room gives empty `length` completions."""
-
-    def publish(self, params: Any, version: int) -> None:
-        """Makes the learner's policy parameters the ones that `generate` uses, as `version`; returns when that is proven."""
 
     def metrics(self) -> Mapping[str, float]:
         """Cumulative counters under `engine/`. Reading changes nothing."""

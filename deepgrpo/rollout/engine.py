@@ -33,8 +33,8 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """`len(seeds)` samples of one prompt. A sample's tokens depend on (weights, prompt, sampling, its seed) alone; with vLLM, on all
-    seeds of the request and the sample's place among them.
+    """`len(seeds)` samples of one prompt. A sample's tokens depend on (weights, prompt, sampling, its seed) alone; with vLLM, on
+    all seeds of the request and the sample's place among them.
 
     prompt_ids: int32[len]. seeds: one uint32 a sample. max_tokens: optional cap below what `max_model_len` leaves.
     """

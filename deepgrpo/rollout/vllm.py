@@ -21,7 +21,7 @@ from deepgrpo.rollout.vllm_control import SHOWN, VllmError
 from deepgrpo.rollout.vllm_fleet import Fleet, Replica, told
 from deepgrpo.rollout.vllm_routing import Router
 from deepgrpo.rollout.vllm_server import VllmServerError
-from deepgrpo.rollout.vllm_wire import BadAnswer, check_sampling, completions, generate_body, room, samples_asked
+from deepgrpo.rollout.vllm_wire import GENERATE, BadAnswer, check_sampling, completions, generate_body, room, samples_asked
 from deepgrpo.types import Completion, as_ids
 
 ATTEMPTS = 4  # of one request, on whichever servers
@@ -149,7 +149,7 @@ class _Call:
         Raises:
           _Failed: no answer that may be used.
         """
-        request, url = self.requests[i], f"{replica.server.url}/inference/v1/generate"
+        request, url = self.requests[i], replica.server.url + GENERATE
         body = generate_body(request, self.sampling, self.engine.num_real_ids, self.fleet.salt(self.version))
         headers = {"Authorization": f"Bearer {replica.server.token}"}
         before = replica.answered
@@ -173,9 +173,8 @@ class _Call:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _Failed("incomplete", f"an answer of another form ({error!r}): {response.text[:SHOWN]}") from error
         replica.answered = time.monotonic()
-        usage = answer.get("usage") or {}
         self.counters["prompt_tokens"] += len(request.prompt_ids)
-        self.counters["cached_tokens"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        self.counters["cached_tokens"] += answer["cached_tokens"]
         self.counters["sampled_tokens"] += sum(len(c.ids) for c in found)
         return found
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from deepgrpo.rollout.engine import Request, Sampling
 from deepgrpo.rollout.vllm_server import MODEL_NAME, VllmServer
-from deepgrpo.rollout.vllm_wire import BadAnswer, completions, generate_body
+from deepgrpo.rollout.vllm_wire import GENERATE, BadAnswer, completions, generate_body
 from deepgrpo.types import Completion, Ids
 
 SHOWN = 300  # characters of an answer that an error quotes
@@ -94,16 +94,15 @@ class Control:
         return np.array(values, np.float32)
 
     def greedy(self, ids: Ids, tokens: int, version: int, salt: str, deadline: float) -> tuple[Completion, int]:
-        """The most likely continuation, and how many of the prompt's tokens came from the prefix cache (0 where not told)."""
+        """The most likely continuation, and how many of the prompt's tokens came from the prefix cache."""
         sampling = Sampling(temperature=0.0, top_p=1.0, top_k=-1, stop_ids=(), max_model_len=len(ids) + tokens)
         request = Request(ids, seeds=(0,))
-        answer = self._call("POST", "/inference/v1/generate", deadline, generate_body(request, sampling, 0, salt))
+        answer = self._call("POST", GENERATE, deadline, generate_body(request, sampling, 0, salt))
         try:
             (completion,) = completions(answer, request, sampling, version)
         except BadAnswer as error:
             raise VllmError(f"{self.server.url}: a greedy answer is not usable: {error}") from error
-        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-        return completion, details.get("cached_tokens") or 0
+        return completion, answer["cached_tokens"]
 
     def _call(self, method: str, path: str, deadline: float, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         url = self.server.url + path

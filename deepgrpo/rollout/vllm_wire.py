@@ -1,4 +1,4 @@
-"""What goes to a vLLM server and comes back: requests and answers of POST /inference/v1/generate, token ids both ways.
+"""What goes to a vLLM server and comes back: POST /deepgrpo/generate (vllm_plugin/deepgrpo_generate.py), token ids both ways.
 
 Every sampling parameter is in the request, so that neither vLLM's defaults nor the model's generation config have a say. All
 samples of a prompt travel in one request, which has one seed: vLLM draws its n samples from the streams seed, seed + 1, ... So a
@@ -55,6 +55,9 @@ def samples_asked(request: Request, sampling: Sampling) -> int:
     return len(request.seeds) if sampling.temperature > 0 else 1
 
 
+GENERATE = "/deepgrpo/generate"
+
+
 def generate_body(request: Request, sampling: Sampling, num_real_ids: int, salt: str) -> dict[str, Any]:
     """JSON of one request. `salt` parts the prefix cache: blocks made under another one are never reused."""
     parameters = {
@@ -96,18 +99,17 @@ def completions(body: Mapping[str, Any], request: Request, sampling: Sampling, v
 def _completion(choice: Mapping[str, Any], max_tokens: int, stop_ids: frozenset[int], version: int) -> Completion:
     ids, reason = choice["token_ids"], choice["finish_reason"]
     if reason not in ("stop", "length"):
-        raise BadAnswer("aborted", f"a sample ended with finish_reason {reason!r} after {len(ids or ())} tokens")
-    content = (choice["logprobs"] or {}).get("content")
-    if not ids or content is None or [token["token_id"] for token in content] != ids:
-        raise BadAnswer("incomplete", f"{len(ids or ())} tokens came with {len(content or ())} log-probs, or with other tokens'")
+        raise BadAnswer("aborted", f"a sample ended with finish_reason {reason!r} after {len(ids)} tokens")
+    if not ids or len(choice["logprobs"]) != len(ids):
+        raise BadAnswer("incomplete", f"{len(ids)} tokens came with {len(choice['logprobs'])} log-probs")
     if reason == "stop" and ids[-1] not in stop_ids:
         raise BadAnswer("incomplete", f"a sample stopped at token {ids[-1]}, which is no stop id")
     if reason == "length" and len(ids) != max_tokens:
         raise BadAnswer("incomplete", f"a sample ended for its length after {len(ids)} tokens, expected {max_tokens}")
-    made_by = {span["version"] for span in choice.get("weight_versions") or ()}
+    made_by = {version for version, _, _ in choice["weight_versions"]}
     if made_by != {str(version)}:
         raise BadAnswer("stale", f"a sample was made by weights {sorted(made_by) or 'unknown'}, expected version {version}")
-    logps = np.array([token["logprob"] for token in content], np.float32)
+    logps = np.array(choice["logprobs"], np.float32)
     if not np.isfinite(logps).all():
         raise FloatingPointError(
             f"a sampled token has log-prob {logps[~np.isfinite(logps)][0]}; the weights or activations overflowed or are NaN"

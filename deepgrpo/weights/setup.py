@@ -153,7 +153,7 @@ def start_server(
         tensor_parallel=keys.tensor_parallel,
         gpu_memory_utilization=keys.gpu_memory_utilization,
         block_size=keys.block_size,
-        extra_args=("--enable-prompt-tokens-details", *keys.extra_args),
+        extra_args=keys.extra_args,
         **place,
     )
 

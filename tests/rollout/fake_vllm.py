@@ -181,8 +181,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             choices = [self.sample(ids, p, j) for j in range(p["n"])]
             fake.cache[key] = choices
-        spans = [{"version": fake.version, "start": 0, "end": len(choice["token_ids"])} for choice in choices]
-        choices = [choice | {"weight_versions": [span]} for choice, span in zip(choices, spans, strict=True)]
+        choices = [c | {"weight_versions": [[fake.version, 0, len(c["token_ids"])]]} for c in choices]
         if self.spend("abort"):
             choices[0] = choices[0] | {"finish_reason": "abort"}
         if self.spend("shorten"):
@@ -190,21 +189,27 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         with fake.lock:
             fake.generated += 1
             last = fake.generated == fake.knobs.die_after
-        self.answer(200, {"choices": choices, "usage": {"prompt_tokens": len(ids)}})
+        self.answer(200, {"choices": choices, "cached_tokens": 0})
         if last:
             fake.knobs.die_after = -1
             fake.die()
 
+    def first_token(self, body):
+        """vLLM's own route, which only the question whether the server is ready uses."""
+        sample = self.sample(body["token_ids"], DEFAULTS | body["sampling_params"], 0)
+        content = [{"token_id": sample["token_ids"][0], "logprob": sample["logprobs"][0]}]
+        self.answer(200, {"choices": [sample | {"logprobs": {"content": content}}]})
+
     def sample(self, ids, p, j):
-        rng, ids, out, content, reason = np.random.default_rng(p["seed"] + j), list(ids), [], [], "length"
+        rng, ids, out, logps, reason = np.random.default_rng(p["seed"] + j), list(ids), [], [], "length"
         while len(out) < p["max_tokens"] and reason != "stop":
             logp = distribution(self.fake.model.logits(ids)[-1], p)
             token = int(np.argmax(logp)) if not p["temperature"] else int(rng.choice(len(logp), p=np.exp(logp)))
             out.append(token)
             ids.append(token)
-            content.append({"token_id": token, "logprob": float(logp[token]), "rank": 1, "top_logprobs": []})
+            logps.append(float(logp[token]))
             reason = "stop" if token in p["stop_token_ids"] else "length"
-        return {"index": j, "token_ids": out, "finish_reason": reason, "logprobs": {"content": content}}
+        return {"index": j, "token_ids": out, "finish_reason": reason, "logprobs": logps}
 
     def score(self, body):
         ids = body["prompt"]
@@ -258,7 +263,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 ROUTES = {
     OPEN_PATH: "health",
     "/deepgrpo/identity": "who",
-    "/inference/v1/generate": "generate",
+    "/deepgrpo/generate": "generate",
+    "/inference/v1/generate": "first_token",
     "/v1/completions": "score",
     "/pause": "pause",
     "/resume": "resume",

@@ -48,7 +48,7 @@ def test_requests_say_everything_and_ids_are_verbatim(rig):
     one = rig()
     requests, sampling = tiny.make_requests([5, 12], samples=3), tiny.plain(stop_ids=(3, 4, 95), temperature=0.7)
     completions = one.engine.generate(requests, sampling)
-    bodies = one.fakes[0].bodies("/inference/v1/generate")
+    bodies = one.fakes[0].bodies("/deepgrpo/generate")
     assert sorted(body["token_ids"] for body in bodies) == sorted(request.prompt_ids.tolist() for request in requests)
     for body in bodies:
         p = body["sampling_params"]
@@ -74,7 +74,7 @@ def test_seeds_decide_the_samples(rig):
 def test_greedy_samples_are_one(rig):
     one, request = rig(), tiny.make_requests([6], samples=3, max_tokens=4)[0]
     completions = one.engine.generate([request], tiny.plain(temperature=0.0))[0]
-    assert one.fakes[0].bodies("/inference/v1/generate")[0]["sampling_params"]["n"] == 1
+    assert one.fakes[0].bodies("/deepgrpo/generate")[0]["sampling_params"]["n"] == 1
     assert len({tuple(c.ids.tolist()) for c in completions}) == 1 and len(completions) == 3
     logps_are_the_learners([request], [completions], tiny.plain(), weights(0))
 
@@ -88,7 +88,7 @@ def test_room_at_the_edge_of_the_context(rig):
         [(0, "length")] * 2,
         [(0, "length")] * 2,
     ]
-    assert len(one.fakes[0].bodies("/inference/v1/generate")) == 1
+    assert len(one.fakes[0].bodies("/deepgrpo/generate")) == 1
     assert seen == {(i, j): c for i, group in enumerate(completions) for j, c in enumerate(group)}
 
 
@@ -158,7 +158,7 @@ def test_rollouts_of_other_weights_are_refused_and_the_weights_restored(rig):
 def test_concurrency_is_bounded_and_replicas_share_the_load(rig):
     one = rig(servers=2, knobs=[Knobs(delay=0.02), Knobs(delay=0.02)])
     one.engine.generate(tiny.make_requests([8] * 24, samples=1, max_tokens=1), tiny.plain())
-    counts = [len(fake.bodies("/inference/v1/generate")) for fake in one.fakes]
+    counts = [len(fake.bodies("/deepgrpo/generate")) for fake in one.fakes]
     assert sum(counts) == 24 and min(counts) >= 8
     assert all(replica.generating == 0 for replica in one.fleet.replicas)
 

@@ -63,7 +63,7 @@ def test_publish_and_its_order_of_calls(rig):
         assert completion.version == one.engine.version == version
         request = tiny.make_requests([9], samples=2, max_tokens=3)[0]
         np.testing.assert_allclose(completion.logps, tiny.learner_logps(params, request, completion, tiny.plain()), atol=1e-4)
-    paths = [path for _, path, _ in one.fakes[0].calls if path != "/inference/v1/generate"][:7]
+    paths = [path for _, path, _ in one.fakes[0].calls if path != "/deepgrpo/generate"][:7]
     assert paths == [
         *("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"),
         *("/weight_info", "/v1/completions"),

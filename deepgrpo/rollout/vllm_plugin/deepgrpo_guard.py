@@ -1,4 +1,4 @@
-"""Middleware of vLLM's server: a token on every path but /health, and GET /deepgrpo/identity.
+"""Middleware of vLLM's server: a token on every path but /health, and the routes /deepgrpo/identity and /deepgrpo/generate.
 
 vLLM's own --api-key leaves the routes open that pause the engine, load weights and call worker methods. Settings come from the
 environment, where other users cannot read them as they can a command line: DEEPGRPO_TOKEN, DEEPGRPO_RUN_ID, DEEPGRPO_MODEL.
@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 
+import deepgrpo_generate
 from starlette.responses import JSONResponse
 
 IDENTITY = "/deepgrpo/identity"
@@ -36,6 +37,8 @@ class Guard:
             await self._refuse(scope, receive, send)
         elif scope["path"] == IDENTITY:
             await JSONResponse(self.identity)(scope, receive, send)
+        elif scope["path"] == deepgrpo_generate.PATH:
+            await deepgrpo_generate.answer(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 

@@ -118,7 +118,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.teacher.stop_timeout = 30.0  # seconds that running corrections get at the end; what is left goes back to the pool
     config.teacher.max_concurrent = 32  # corrections in flight
     config.teacher.synchronous = False  # True: each step waits for its failures' corrections (deterministic)
-    config.teacher.splice = "text"  # where student and teacher part: text (characters decide) | tokens (the reference)
+    config.teacher.splice = "text"  # where student and teacher part: text (characters decide) | tokens (strict_reference: always)
     config.teacher.min_prefix_match_tokens = 10  # shorter shared prefixes are rejected
     config.teacher.min_prefix_match_ratio = 0.05  # of the student's response
     config.teacher.min_suffix_len = 100  # tokens the teacher must add after the prefix

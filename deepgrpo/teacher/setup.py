@@ -68,7 +68,7 @@ def open_teacher(
         ),
         threshold=config.rewards.threshold,
         stop_ids=stop_ids,
-        splice=teacher.splice,
+        splice="tokens" if config.strict_reference else teacher.splice,
         deadline=teacher.deadline,
         strict_reference=config.strict_reference,
     )

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from deepgrpo.learner import packing, sharding
-from deepgrpo.learner import step as compiled
+from deepgrpo.learner import packing, report, sharding
 from deepgrpo.learner.minibatch import partition
-from deepgrpo.learner.objective import BRANCH, MAIN, STREAMS, TEACHER, Objective
+from deepgrpo.learner.objective import MAIN, STREAMS, TEACHER, Objective
 from deepgrpo.learner.optim import Optim, init_adam, learning_rate
 from deepgrpo.learner.packing import Batch, Shape
+from deepgrpo.learner.programs import Programs
 from deepgrpo.learner.rows import Row
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import Transformer
@@ -62,7 +62,6 @@ class Learner:
         self.objective = Objective.from_config(objective)
         self.optim = Optim.from_config(optim)
         self.buckets, self.micro_batch_tokens = tuple(learner["buckets"]), learner["micro_batch_tokens"]
-        self.logprob_block = learner["logprob_block"]
         self.mini_batch_rows, self.ppo_epochs = optim["mini_batch_prompts"] * rollout_n, optim["ppo_epochs"]
         self.seed, self.total_steps, self.strict_reference = seed, total_steps, strict_reference
 
@@ -73,8 +72,16 @@ class Learner:
         if self.objective.kl_coef:  # in compute precision: it is only ever run, never trained
             self._reference = sharding.place(jax.tree.map(lambda x: x.astype(dtype), self._state["params"]), self._shardings)
         self._host = dict.fromkeys(HOST_COUNTERS, 0)
-        self._compiled: dict[tuple, Callable] = {}
-        self._compile_seconds = 0.0
+        self.programs = Programs(
+            self.model,
+            self.mesh,
+            self.abstract_state(),
+            self.objective,
+            self.optim,
+            temperature,
+            num_real_ids,
+            block=learner["logprob_block"],
+        )
 
     ##################################################################################################################
     #  State
@@ -154,7 +161,7 @@ class Learner:
                 "training/skipped_updates": self._host["skipped_updates"],
             }
             return skipped | {"actor/optimizer_steps": 0.0, "actor/total_mini_batch_steps": 0.0, "actor/lr_scheduler_step": 0.0}
-        before = len(self._compiled), self._compile_seconds
+        compiled = self.programs.count, self.programs.seconds
         times = {"timing_s/old_log_prob": 0.0, "timing_s/ref": 0.0, "timing_s/update_actor": 0.0}
 
         with stopwatch(times, "timing_s/update_actor"):
@@ -179,8 +186,22 @@ class Learner:
         finite = sum(bool(np.isfinite(result["grad_norm"])) for result in results)
         self._host["nonfinite_steps"] += len(results) - finite
         self._host["optimizer_steps"] += finite
-        metrics = self._metrics(results, mini_batches, lr) | mismatch_metrics(results[: len(batches)]) | times
-        return metrics | self._performance(batches, before)
+        metrics = report.actor_metrics(results, mini_batches) | report.mismatch_metrics(results[: len(batches)])
+        return (
+            metrics
+            | report.batch_metrics(batches)
+            | times
+            | {
+                "actor/lr": lr,
+                "actor/lr_scheduler_step": 1.0,
+                "actor/kl_coef": self.objective.kl_coef,
+                "training/all_chains_empty_skip": 0.0,
+                "training/skipped_updates": float(self._host["skipped_updates"]),
+                "perf/compilations": float(self.programs.count),
+                "perf/new_compilations": float(self.programs.count - compiled[0]),
+                "timing_s/compile": self.programs.seconds - compiled[1],
+            }
+        )
 
     def _check(self, row: Row) -> None:
         if not len(row.prompt_ids):
@@ -209,7 +230,7 @@ class Learner:
         results = []
         for epoch in range(self.ppo_epochs):
             for i, (batch, arrays) in enumerate(zip(batches, device, strict=True)):
-                function = self._compile("train_step", arrays)
+                function = self._program("train_step", arrays)
                 first = epoch == 0 and i == 0
                 scalars = self._scalars(np.bool_(first), np.float32(lr), np.int32(batch.used))
                 self._state, result, old_logp = function(self._state, arrays, *scalars)
@@ -241,7 +262,7 @@ class Learner:
         (batch,) = packing.layout([filled], self.buckets, self.micro_batch_tokens, sharding.batch_shards(self.mesh))
         name = "score_at_1" if at_temperature_1 and self.temperature != 1 else "score"
         arrays = self._place(batch)
-        logp = self._compile(name, arrays)(self.policy, arrays, *self._scalars(np.int32(batch.used)))
+        logp = self._program(name, arrays)(self.policy, arrays, *self._scalars(np.int32(batch.used)))
 
         def fetch() -> list[np.ndarray]:
             host, slots, results = jax.device_get(logp), iter(batch.slots), []
@@ -255,7 +276,10 @@ class Learner:
 
     def _score(self, params: Any, arrays: dict[str, jax.Array], used: int) -> jax.Array:
         same = params is not self._reference or self.model.dtype == jnp.float32  # one program serves trees of one dtype
-        return self._compile("score" if same else "score_reference", arrays)(params, arrays, *self._scalars(np.int32(used)))
+        return self._program("score" if same else "score_reference", arrays)(params, arrays, *self._scalars(np.int32(used)))
+
+    def _program(self, name: str, arrays: dict[str, jax.Array]) -> Callable:
+        return self.programs(name, Shape(*arrays["tokens"].shape))
 
     def _scalars(self, *values: np.generic) -> tuple[jax.Array, ...]:
         """Explicit transfers: the training loop may forbid the implicit ones."""
@@ -265,109 +289,6 @@ class Learner:
         zeros = np.zeros(batch.arrays["tokens"].shape, np.float32)
         arrays = batch.arrays | {"old_logp": zeros, "ref_logp": zeros}
         return jax.device_put(arrays, sharding.micro_batches(self.mesh))
-
-    ##################################################################################################################
-    #  Compilation
-    ##################################################################################################################
-
-    def _compile(self, name: str, arrays: dict[str, jax.Array]) -> Callable:
-        """The compiled `name` for the batch's shape; compiled on first use, which is timed and counted."""
-        shape = Shape(*arrays["tokens"].shape)
-        if (name, shape) not in self._compiled:
-            start = time.monotonic()
-            self._compiled[name, shape] = self.lower(name, shape).compile()
-            self._compile_seconds += time.monotonic() - start
-        return self._compiled[name, shape]
-
-    def lower(self, name: str, shape: Shape) -> Any:
-        """`train_step`, `score`, `score_at_1` or `score_reference` lowered for a batch shape, from shapes alone."""
-        mesh, whole, batch = self.mesh, sharding.replicated(self.mesh), sharding.micro_batches(self.mesh)
-        block = max(1, self.logprob_block * sharding.batch_shards(mesh) // shape.B)
-        temperature = 1.0 if name == "score_at_1" else self.temperature
-        policy = compiled.Policy(self.model, mesh, temperature, self.num_real_ids, block)
-
-        def scalar(dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((), dtype, sharding=whole)
-
-        integers = {"tokens", "positions", "segments", "index", "targets", "source"}
-        floats = {"advantages", "teacher_coef", "rollout_logp", "old_logp", "ref_logp"}
-        dtypes = dict.fromkeys(integers, jnp.int32) | dict.fromkeys(floats, jnp.float32)
-        size = (shape.A, shape.B, shape.T)
-        arrays = {key: jax.ShapeDtypeStruct(size, dtype, sharding=batch) for key, dtype in dtypes.items()}
-        state = self.abstract_state()
-        reference = state.pop("reference", None)
-        if name == "train_step":
-            shardings = ({"params": self._shardings, "adam": self._adam_shardings()}, whole, batch)
-
-            def train_step(*args):
-                return compiled.train_step(policy, self.objective, self.optim, *args)
-
-            function = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-            return function.lower(state, arrays, scalar(jnp.bool_), scalar(jnp.float32), scalar(jnp.int32))
-
-        def score(*args):
-            return compiled.score(policy, *args)
-
-        params = reference if name == "score_reference" else state["params"]
-        return jax.jit(score, out_shardings=batch).lower(params, arrays, scalar(jnp.int32))
-
-    ##################################################################################################################
-    #  Metrics
-    ##################################################################################################################
-
-    def _metrics(self, results: list[dict[str, Any]], mini_batches: list[list[Row]], lr: float) -> dict[str, float]:
-        """`actor/*`: means over the optimizer steps, of a stream's own metrics over the steps that contained it."""
-        values: dict[str, list[float]] = {}
-        for n, result in enumerate(results):
-            rows, tokens = mini_batches[n % len(mini_batches)], result["tokens"]
-            step = result["actor"] | {"grad_norm": result["grad_norm"]}
-            for source, name in ((MAIN, "main_chain"), (BRANCH, "branch_chain"), (TEACHER, "teacher_chain")):
-                step[f"{name}/mb_tokens"] = tokens[source]
-                step[f"{name}/mb_samples"] = sum(row.source == source for row in rows)
-                if not tokens[source]:
-                    step = {key: value for key, value in step.items() if not key.startswith(name)}
-            for key, value in step.items():
-                values.setdefault(f"actor/{key}", []).append(float(value))
-        metrics = {key: float(np.mean(list_)) for key, list_ in values.items()}
-        finite = sum(bool(np.isfinite(result["grad_norm"])) for result in results)
-        for source, name in ((MAIN, "main"), (BRANCH, "branch"), (TEACHER, "teacher")):
-            metrics[f"actor/steps_with_{name}"] = float(sum(result["tokens"][source] > 0 for result in results))
-        return metrics | {
-            "actor/lr": lr,
-            "actor/lr_scheduler_step": 1.0,
-            "actor/kl_coef": self.objective.kl_coef,
-            "actor/total_mini_batch_steps": float(len(results)),
-            "actor/optimizer_steps": float(finite),
-            "actor/nonfinite_steps": float(len(results) - finite),
-            "training/all_chains_empty_skip": 0.0,
-            "training/skipped_updates": float(self._host["skipped_updates"]),
-        }
-
-    def _performance(self, batches: list[Batch], before: tuple[int, float]) -> dict[str, float]:
-        tokens = sum(batch.tokens for batch in batches)
-        _, B, T = batches[0].arrays["tokens"].shape
-        return {
-            "perf/tokens": float(tokens),
-            "perf/padding_fraction": 1.0 - tokens / (sum(batch.used for batch in batches) * B * T),
-            "perf/compilations": float(len(self._compiled)),
-            "perf/new_compilations": float(len(self._compiled) - before[0]),
-            "timing_s/compile": self._compile_seconds - before[1],
-        }
-
-
-def mismatch_metrics(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """`rollout_mismatch/*` over the mini-batches of one epoch; empty when the engine's log-probs are not known."""
-    parts = [result["mismatch"] for result in results]
-    tokens = float(sum(part["tokens"] for part in parts))
-    if not tokens:
-        return {}
-    mean = {name: float(sum(part[name] for part in parts)) / tokens for name in ("abs", "k3", "outside")}
-    return {
-        "rollout_mismatch/abs_mean": mean["abs"],
-        "rollout_mismatch/abs_max": float(max(part["max"] for part in parts)),
-        "rollout_mismatch/k3": mean["k3"],
-        "rollout_mismatch/ratio_outside": mean["outside"],
-    }
 
 
 def as_float32(x: Any) -> Any:

@@ -1,12 +1,25 @@
 """From training rows of any length to a few static shapes: packed rows with segment ids, grouped into micro-batches."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from deepgrpo.learner.objective import NO_LOSS
 from deepgrpo.learner.rows import Row
+
+# Arrays [A, B, T] of a batch. `SLOTS` fills those of scored tokens: what an array holds for a row, or for each of its tokens.
+INT_ARRAYS = ("tokens", "positions", "segments", "index", "targets", "source", "sample")
+FLOAT_ARRAYS = ("advantages", "teacher_coef", "rollout_logp")
+EMPTY = {"source": NO_LOSS, "rollout_logp": np.nan}  # of slots without a scored token; 0 elsewhere
+SLOTS: dict[str, Callable[[Row], Any]] = {
+    "targets": lambda row: row.response_ids,
+    "source": lambda row: row.source,
+    "advantages": lambda row: row.advantage,
+    "teacher_coef": lambda row: row.teacher_coef,
+    "rollout_logp": lambda row: np.nan if row.rollout_logps is None else row.rollout_logps,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +38,8 @@ class Batch:
     arrays, each [A, B, T]:
       tokens, positions, segments: int32, the network's input; segments count from 1 in each packed row, 0 is padding.
       index: int32, for each scored token the column of the position that predicts it; scored tokens come first.
-      targets: int32, the scored token. source: int32, its stream or NO_LOSS.
+      targets: int32, the scored token. source: int32, its stream or NO_LOSS. sample: int32, number of its row among those of its
+        packed row, from 1; 0 where there is none.
       advantages, teacher_coef: float32. rollout_logp: float32, NaN where the engine's is not known.
     used: number of micro-batches that hold anything; they come first, and the rest is never computed.
     slots: for each row of the mini-batch (a, b, start): its scored tokens are [a, b, start : start + R].
@@ -99,10 +113,8 @@ def choose_shape(packed_rows: Sequence[int], T: int, micro_batch_tokens: int, sh
 def build(rows: Sequence[Row], bins: Sequence[Sequence[int]], shape: Shape) -> Batch:
     """Lays out `rows` as `bins` say (indices into rows, one bin a packed row)."""
     A, B, T = shape.A, shape.B, shape.T
-    arrays = {name: np.zeros((A, B, T), np.int32) for name in ("tokens", "positions", "segments", "index", "targets")}
-    arrays["source"] = np.full((A, B, T), NO_LOSS, np.int32)
-    arrays |= {name: np.zeros((A, B, T), np.float32) for name in ("advantages", "teacher_coef")}
-    arrays["rollout_logp"] = np.full((A, B, T), np.nan, np.float32)
+    arrays = {name: np.full((A, B, T), EMPTY.get(name, 0), np.int32) for name in INT_ARRAYS}
+    arrays |= {name: np.full((A, B, T), EMPTY.get(name, 0), np.float32) for name in FLOAT_ARRAYS}
     slots: list[tuple[int, int, int]] = [(0, 0, 0)] * len(rows)
     total = 0
     for n, members in enumerate(bins):
@@ -115,12 +127,9 @@ def build(rows: Sequence[Row], bins: Sequence[Sequence[int]], shape: Shape) -> B
             arrays["positions"][a, b, inputs] = np.arange(length)
             arrays["segments"][a, b, inputs] = segment
             arrays["index"][a, b, outputs] = np.arange(start + len(row.prompt_ids) - 1, start + length)
-            arrays["targets"][a, b, outputs] = row.response_ids
-            arrays["source"][a, b, outputs] = row.source
-            arrays["advantages"][a, b, outputs] = row.advantage
-            arrays["teacher_coef"][a, b, outputs] = row.teacher_coef
-            if row.rollout_logps is not None:
-                arrays["rollout_logp"][a, b, outputs] = row.rollout_logps
+            arrays["sample"][a, b, outputs] = segment
+            for name, values in SLOTS.items():
+                arrays[name][a, b, outputs] = values(row)
             slots[i] = (a, b, scored)
             start, scored = start + length, scored + len(row.response_ids)
         total += start

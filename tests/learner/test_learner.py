@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from deepgrpo.learner.learner import Learner
+from deepgrpo.learner.programs import Programs
 from deepgrpo.types import as_ids
 from tests.learner import tiny
 
@@ -14,14 +15,14 @@ from tests.learner import tiny
 @pytest.fixture(autouse=True, scope="module")
 def quick_compiles():
     """Programs run once or twice here: leave out XLA's optimisations."""
-    lower = Learner.lower
+    lower = Programs.lower
 
     class Quick:
         def __init__(self, lowered):
             self.compile = lambda: lowered.compile(tiny.UNOPTIMISED)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Learner, "lower", lambda *args: Quick(lower(*args)))
+        patch.setattr(Programs, "lower", lambda *args: Quick(lower(*args)))
         yield
 
 

@@ -1,0 +1,59 @@
+"""From parameters to log-probabilities of a batch's scored tokens. Pure, on plain trees; jitted by `programs`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from deepgrpo.learner import sharding
+from deepgrpo.learner.logprob import blocked_logps
+from deepgrpo.learner.objective import NO_LOSS
+from deepgrpo.model.transformer import Transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How parameters become log-probabilities.
+
+    block: columns of a micro-batch whose logits exist at once. num_real_ids: ids from here on are phantom.
+    """
+
+    model: Transformer
+    mesh: Mesh
+    temperature: float
+    num_real_ids: int
+    block: int
+
+    def logps(self, params: Any, micro: dict[str, jax.Array], with_entropy: bool) -> tuple[jax.Array, jax.Array]:
+        """(logp, entropy) of a micro-batch's scored tokens, float32[B, T] each, from its arrays [B, T] (packing.Batch)."""
+        by_row = sharding.rows(self.mesh)
+        hidden, _ = self.model.apply({"params": params}, micro["tokens"], micro["positions"], micro["segments"])
+        hidden = jax.lax.with_sharding_constraint(hidden, by_row)
+        hidden = jnp.take_along_axis(hidden, micro["index"][..., None], axis=1)  # response positions only, first columns first
+        hidden = jax.lax.with_sharding_constraint(hidden, by_row)
+        return blocked_logps(
+            lambda block: self.model.apply({"params": params}, block, method="logits"),
+            hidden,
+            micro["targets"],
+            micro["source"] != NO_LOSS,
+            block=self.block,
+            temperature=self.temperature,
+            num_real_ids=self.num_real_ids,
+            with_entropy=with_entropy,
+        )
+
+
+def micro_batch(arrays: dict[str, jax.Array], i: jax.Array) -> dict[str, jax.Array]:
+    """Micro-batch i of arrays [A, B, T]: arrays [B, T]."""
+    return {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in arrays.items()}
+
+
+def score(policy: Policy, params: Any, arrays: dict[str, jax.Array], used: jax.Array) -> jax.Array:
+    """Log-probabilities of all scored tokens, float32[A, B, T]; 0 in micro-batches from `used` (int32[]) on."""
+
+    def body(i, out):
+        return jax.lax.dynamic_update_index_in_dim(out, policy.logps(params, micro_batch(arrays, i), False)[0], i, 0)
+
+    return jax.lax.fori_loop(0, used, body, jnp.zeros(arrays["tokens"].shape, jnp.float32))

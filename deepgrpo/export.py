@@ -7,7 +7,6 @@ folder. Config and tokenizer come from the model that the run started from. Work
 """
 
 import argparse
-import json
 import pathlib
 
 import jax
@@ -15,7 +14,8 @@ import jax
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.weights import hf
-from deepgrpo.weights.checkpoint import MANIFEST, CheckpointError, Checkpoints, defect, read_arrays
+from deepgrpo.weights.checkpoint import CheckpointError, read_arrays
+from deepgrpo.weights.runs import starting_model, step_folder
 
 
 def export(
@@ -32,47 +32,6 @@ def export(
     config = ModelConfig.from_hf(model)
     hf.save(read_arrays(folder, abstract_params(config), "params."), config, out, dtype, tokenizer_from=model)
     return folder
-
-
-def step_folder(checkpoint: pathlib.Path, best: bool) -> pathlib.Path:
-    """The folder of one complete step that `checkpoint`, a run or a step, stands for."""
-    if (checkpoint / MANIFEST).is_file():
-        if best:
-            raise CheckpointError(f"{checkpoint} is one step already; --best needs the run's folder")
-        folder = checkpoint.absolute()
-    else:
-        steps = checkpoint.absolute() / "checkpoints"
-        step = best_step(checkpoint) if best else Checkpoints(steps, keep=1, save_best=False, best_metric="").latest_step()
-        if step is None:
-            raise CheckpointError(
-                f"{checkpoint}: no complete checkpoint, expected <step>/{MANIFEST} there or in its checkpoints/"
-            )
-        folder = steps / str(step)
-    if problem := defect(folder, hashes=True):
-        raise CheckpointError(f"{folder}: cannot be exported: {problem}")
-    return folder
-
-
-def best_step(run: pathlib.Path) -> int:
-    path = run / "best_checkpoint.json"
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path}: not found, no validation has competed in this run. Leave out --best for the newest checkpoint"
-        )
-    return json.loads(path.read_text(encoding="utf-8"))["step"]
-
-
-def starting_model(folder: pathlib.Path) -> pathlib.Path:
-    """The Hugging Face folder that the run of this step folder started from, by the run's own record."""
-    record = folder.parent.parent / "config.json"
-    if not record.is_file():
-        raise FileNotFoundError(
-            f"{record}: not found, so the model the run started from is unknown: name its folder with --model"
-        )
-    model = pathlib.Path(json.loads(record.read_text(encoding="utf-8"))["config"]["model.path"])
-    if not model.is_dir():
-        raise FileNotFoundError(f"{model}, where {record} says the run started from, is not there: name its folder with --model")
-    return model
 
 
 def main() -> None:

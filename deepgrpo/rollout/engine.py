@@ -21,7 +21,7 @@ class Sampling:
 
     temperature: >= 0; 0 is greedy. top_p: (0, 1]. top_k: -1 for off, else >= 1.
     stop_ids: ids that end a response (union of the tokenizer's and the generation config's).
-    max_model_len: tokens of prompt plus response.
+    max_model_len: tokens of prompt plus response. max_new_tokens: of the response, where that has a limit of its own.
     """
 
     temperature: float
@@ -29,6 +29,7 @@ class Sampling:
     top_k: int
     stop_ids: tuple[int, ...]
     max_model_len: int
+    max_new_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -42,6 +42,8 @@ def check(sampling: Sampling) -> None:
         raise ValueError(f"Sampling.top_k must be -1 (off) or >= 1, got {sampling.top_k}")
     if sampling.max_model_len < 1:
         raise ValueError(f"Sampling.max_model_len must be >= 1, got {sampling.max_model_len}")
+    if sampling.max_new_tokens is not None and sampling.max_new_tokens < 1:
+        raise ValueError(f"Sampling.max_new_tokens must be None (what the context leaves) or >= 1, got {sampling.max_new_tokens}")
     if any(stop < 0 for stop in sampling.stop_ids):
         raise ValueError(f"Sampling.stop_ids must be token ids >= 0, got {sampling.stop_ids}")
 

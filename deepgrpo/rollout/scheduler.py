@@ -159,9 +159,8 @@ class Scheduler:
 
 def budget(request: Request, sampling: Sampling) -> int:
     """Prompt plus response tokens that the request may have."""
-    if request.max_tokens is None:
-        return sampling.max_model_len
-    return min(sampling.max_model_len, len(request.prompt_ids) + request.max_tokens)
+    limits = [limit for limit in (request.max_tokens, sampling.max_new_tokens) if limit is not None]
+    return min([sampling.max_model_len, *(len(request.prompt_ids) + limit for limit in limits)])
 
 
 def length_buckets(max_model_len: int) -> tuple[int, ...]:

@@ -36,12 +36,14 @@ def check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"top_p is {sampling.top_p}, expected (0, 1]")
     if sampling.top_k != -1 and sampling.top_k < 1:
         raise ValueError(f"top_k is {sampling.top_k}, expected -1 (off) or at least 1")
+    if sampling.max_new_tokens is not None and sampling.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}, expected None (what the context leaves) or at least 1")
 
 
 def room(request: Request, sampling: Sampling) -> int:
     """Tokens that a response may have; 0 or less without room."""
-    left = sampling.max_model_len - len(request.prompt_ids)
-    return left if request.max_tokens is None else min(left, request.max_tokens)
+    limits = [limit for limit in (request.max_tokens, sampling.max_new_tokens) if limit is not None]
+    return min([sampling.max_model_len - len(request.prompt_ids), *limits])
 
 
 def request_seed(seeds: Sequence[int]) -> int:

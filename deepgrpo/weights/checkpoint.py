@@ -13,7 +13,6 @@ hand is as good as the original, and a half-made copy is recognised. Nothing is 
 """
 
 import concurrent.futures
-import dataclasses
 import hashlib
 import json
 import logging
@@ -31,7 +30,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from deepgrpo.weights import files
-from deepgrpo.weights.best import Best, better
+from deepgrpo.weights.best import SELECTION, Best, better
 
 FORMAT = 1
 ARRAYS, HOST, MANIFEST = "arrays", "host.json", "manifest.json"
@@ -47,19 +46,20 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: str | os.PathLike, keep: int, save_best: bool, best_metric: str):
+    def __init__(self, folder: str | os.PathLike, keep: int, save_best: bool, best_metric: str, best_label: str = ""):
         """Touches nothing on disk.
 
         Args:
           folder: of the step folders; `latest` and `best_checkpoint.json` lie beside it.
           keep: newest complete checkpoints that are kept, besides the best; >= 1.
           save_best: whether validations compete at all.
-          best_metric: key of the metric that decides; "" for the average over sources (best.py).
+          best_metric: key of the metric that decides; "" for the average over sources (best.py). best_label: written to
+            `best_checkpoint.json` with each best, for its readers.
         """
         if keep < 1:
             raise ValueError(f"checkpoint.keep is {keep}, expected at least 1")
         self.folder = pathlib.Path(folder).absolute()
-        self.keep, self.save_best, self.best_metric = keep, save_best, best_metric
+        self.keep, self.save_best, self.best_metric, self.best_label = keep, save_best, best_metric, best_label
         self.best: Best | None = None
         self._ours: set[int] = set()  # steps that this object has saved or restored, so what is on disk is this run's
         self._verified: set[int] = set()  # steps whose bytes this object has compared with their manifest
@@ -69,10 +69,10 @@ class Checkpoints:
 
         Validations before the first step do not compete. Without a metric that decides there is a warning and no change.
         """
-        if not self.save_best or step == 0 or not any(key.startswith("val-") for key in metrics):
+        if not self.save_best or step == 0 or not any(key.startswith(("val-", SELECTION)) for key in metrics):
             return False
         try:
-            best = better(metrics, step, self.best, self.best_metric)
+            best = better(metrics, step, self.best, self.best_metric, self.best_label)
         except LookupError as error:
             log.warning("step %d does not compete for the best checkpoint: %s", step, error)
             return False
@@ -154,7 +154,7 @@ class Checkpoints:
         if self.best is None:
             best.unlink(missing_ok=True)
         else:
-            files.replace_text(best, json.dumps(dataclasses.asdict(self.best)) + "\n")
+            files.replace_text(best, json.dumps(self.best.as_json()) + "\n")
 
     def _retain(self, step: int) -> None:
         """Of the complete checkpoints up to `step`, keeps the newest `keep` and the best."""
@@ -343,7 +343,7 @@ def _seal(folder: pathlib.Path, step: int, named: Mapping[str, Any], best: Best 
     manifest = {
         "format": FORMAT,
         "step": step,
-        "best": None if best is None else dataclasses.asdict(best),
+        "best": None if best is None else best.as_json(),
         "arrays": {name: _spec(leaf) for name, leaf in named.items()},
         "files": {name: {"size": path.stat().st_size, "sha256": hashes[name]} for name, path in zip(names, paths, strict=True)},
     }

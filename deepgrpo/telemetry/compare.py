@@ -1,0 +1,181 @@
+"""Paired comparison of two arms' evaluations: the same problems under both, one or several results (training seeds) an arm.
+
+All differences are second arm minus first.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deepgrpo.telemetry.evaluation import BLOCK, DRAWS, generator, interval
+
+# What must agree before two numbers may be compared. Other differences (engine, precision) are told.
+PROTOCOL = ("sets", "template", "truncated", "max_new_tokens", "max_model_len", "temperature", "top_p", "top_k", "n", "grader")
+TOLD = ("engine", "dtype", "stop_ids", "threshold")
+SIGNIFICANCE, POWER = 0.05, 0.8
+
+
+class NotComparable(ValueError):
+    """Two results were not made under one protocol; says what differs."""
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Two-sided p-value that wins and losses are equally likely, ties set aside: exact binomial.
+
+    With one right-or-wrong answer a problem this is McNemar's exact test.
+    """
+    n, few = wins + losses, min(wins, losses)
+    tail = sum(math.comb(n, i) for i in range(few + 1))
+    return min(1.0, tail / 2 ** (n - 1)) if n else 1.0
+
+
+def seeds_needed(difference: float, variances: tuple[float, float], significance: float = SIGNIFICANCE, power: float = POWER):
+    """Seeds an arm that a two-sided test needs to find `difference` with probability `power`, or None if it is 0.
+
+        ceil((z_{1-a/2} + z_power)^2 (s1^2 + s2^2) / d^2),  a = significance
+
+    by the normal approximation (too few by about one or two where the answer is below 6).
+
+    Args:
+      variances: of one seed's score in each arm, with S - 1 in the denominator.
+    """
+    if difference == 0:
+        return None
+    z = statistics.NormalDist().inv_cdf(1 - significance / 2) + statistics.NormalDist().inv_cdf(power)
+    return max(1, math.ceil(z**2 * sum(variances) / difference**2 - 1e-9))
+
+
+def paired_bootstrap(one: Sequence[np.ndarray], other: Sequence[np.ndarray], seed: int, draws: int = DRAWS) -> np.ndarray:
+    """Differences of the unweighted mean over sets in resamples: float64[draws].
+
+    Problems are resampled set by set, the same for both arms; where an arm has several seeds, these are resampled too.
+
+    Args:
+      one, other: float64[seeds, problems] of each set; the seeds of an arm are the same in all sets.
+    """
+    rng, found = generator(seed, "compare"), []
+    for start in range(0, draws, BLOCK):
+        size = min(BLOCK, draws - start)
+        arms = [rng.multinomial(len(arm[0]), np.full(len(arm[0]), 1 / len(arm[0])), size) / len(arm[0]) for arm in (one, other)]
+        total = np.zeros(size)
+        for a, b in zip(one, other, strict=True):
+            P = a.shape[1]
+            weights = rng.multinomial(P, np.full(P, 1 / P), size) / P  # float64[draws, problems]
+            total += ((arms[1] @ b) * weights).sum(axis=1) - ((arms[0] @ a) * weights).sum(axis=1)
+        found.append(total / len(one))
+    return np.concatenate(found)
+
+
+#### Results
+
+
+def problems(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(what forbids a comparison, what is worth telling), a line each."""
+    first, wrong, told = results[0]["protocol"], [], []
+    for name, result in zip(names[1:], results[1:], strict=True):
+        other = result["protocol"]
+        lines = [(key, f"{key}: {shown(first[key])} in {names[0]}, {shown(other[key])} in {name}") for key in (*PROTOCOL, *TOLD)]
+        wrong += [line for key, line in lines if first[key] != other[key] and key in PROTOCOL]
+        told += [line for key, line in lines if first[key] != other[key] and key in TOLD]
+    told += [f"{name}: incomplete, more than 1 % of a set's problems are missing" for r, name in zip(results, names, strict=True)
+             if any(entry["incomplete"] for entry in r["scores"].values())]  # fmt: skip
+    told += [f"{name}: {r['selection']['label']}" for r, name in zip(results, names, strict=True) if r["selection"]["label"]]
+    return wrong, told
+
+
+def repeated(arm: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | None:
+    """Whether two results of an arm are one: the same weights and the same sampling are no second seed."""
+    seen: dict[tuple, str] = {}
+    for name, result in zip(names, arm, strict=True):
+        protocol = result["protocol"]
+        key = (result["model"]["weights"], protocol["temperature"] == 0 or result["seed"])
+        if key in seen:
+            return f"{name} and {seen[key]} are answers of the same weights with the same sampling: they count as one"
+        seen[key] = name
+    return None
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} ({entry['problems']} problems, {entry['digest']})" for name, entry in value.items())
+    return repr(value)
+
+
+def item_scores(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """{set: {problem: mean reward of its answers with a verdict}}."""
+    return {
+        name: {item["id"]: float(np.mean(judged)) for item in items if (judged := [r for r in item["rewards"] if r is not None])}
+        for name, items in result["items"].items()
+    }
+
+
+def compare(
+    one: Sequence[Mapping[str, Any]],
+    other: Sequence[Mapping[str, Any]],
+    names: tuple[Sequence[str], Sequence[str]],
+    force: bool = False,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Compares two arms, each of one or more results of `evaluate`.
+
+    Returns:
+      {"sets": {set: row}, "mean": row (with several sets), "notes": lines}. A row has difference, low, high, wins, losses, ties
+      (of problems, by their mean over answers and seeds), p_sign, problems, one, other (the arms' scores) and, where both arms
+      have several seeds, seed_error, seeds_needed and more_seeds.
+
+    Raises:
+      NotComparable: other protocols and not `force`; a result counted twice; no problem in common.
+    """
+    wrong, notes = problems([*one, *other], [*names[0], *names[1]])
+    wrong += [line for arm, its in zip((one, other), names, strict=True) if (line := repeated(arm, its))]
+    if wrong and not force:
+        raise NotComparable("these results were not made alike:\n  " + "\n  ".join(wrong) + "\n--force compares what they share")
+    notes = [*(f"not alike: {line}" for line in wrong), *notes]
+    scores = [[item_scores(result) for result in arm] for arm in (one, other)]
+    everything = [result for arm in scores for result in arm]
+    tables: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for name in everything[0]:
+        shared = [item for item in everything[0][name] if all(item in result.get(name, {}) for result in everything)]
+        missing = len(set().union(*(result.get(name, {}) for result in everything))) - len(shared)
+        if missing:
+            notes.append(f"{name}: {missing} problems have no verdict in one of the results and are left out")
+        if shared:
+            tables[name] = tuple(np.array([[result[name][item] for item in shared] for result in arm]) for arm in scores)
+    if not tables:
+        raise NotComparable("the results have no problem in common")
+    rows = {name: row([a], [b], seed) for name, (a, b) in tables.items()}
+    found = {"sets": rows, "notes": notes}
+    if len(tables) > 1:
+        found["mean"] = row([a for a, _ in tables.values()], [b for _, b in tables.values()], seed)
+    return found
+
+
+def row(one: Sequence[np.ndarray], other: Sequence[np.ndarray], seed: int) -> dict[str, Any]:
+    """One line of a comparison. one, other: float64[seeds, problems] of each set."""
+    by_seed = [np.mean([part.mean(axis=1) for part in arm], axis=0) for arm in (one, other)]  # float64[seeds]
+    gaps = np.concatenate([b.mean(axis=0) - a.mean(axis=0) for a, b in zip(one, other, strict=True)])
+    wins, losses = int((gaps > 1e-12).sum()), int((gaps < -1e-12).sum())
+    difference = float(by_seed[1].mean() - by_seed[0].mean())
+    low, high = interval(paired_bootstrap(one, other, seed))
+    found = {
+        "problems": len(gaps),
+        "one": float(by_seed[0].mean()),
+        "other": float(by_seed[1].mean()),
+        "difference": difference,
+        "low": low,
+        "high": high,
+        "wins": wins,
+        "losses": losses,
+        "ties": len(gaps) - wins - losses,
+        "p_sign": sign_test(wins, losses),
+    }
+    if min(map(len, by_seed)) > 1:
+        variances = tuple(float(np.var(scores, ddof=1)) for scores in by_seed)
+        needed = seeds_needed(difference, variances)
+        found["seed_error"] = math.sqrt(sum(v / len(s) for v, s in zip(variances, by_seed, strict=True)))
+        found["seeds_needed"] = needed
+        found["more_seeds"] = None if needed is None else max(0, needed - min(map(len, by_seed)))
+    return found

@@ -32,6 +32,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.data = section()
     config.data.train = ()  # files or folders: "NAME:PATH" (NAME picks the reader: data/dataset.py), or a generator's name
     config.data.validation = ()  # validation files, likewise
+    config.data.selection = ()  # sets that only choose the best checkpoint and are not reported; (): data.validation chooses
     config.data.origin = ""  # how to get the files, said when they are missing
     config.data.batch_size = 128  # dataset prompts a step
     config.data.max_prompt_length = 512  # tokens after templating; longer prompts are filtered out and counted
@@ -167,6 +168,15 @@ def get_config() -> ml_collections.ConfigDict:
     config.validation.n = 1  # answers a problem
     config.validation.temperature = 0.0  # 0: greedy
     config.validation.top_p = 1.0
+
+    config.evaluation = section()  # python -m deepgrpo.evaluate, on the sets of data.validation
+    config.evaluation.n = 1  # answers a problem
+    config.evaluation.temperature = 0.0  # 0: greedy
+    config.evaluation.top_p = 1.0
+    config.evaluation.top_k = -1  # -1: off
+    config.evaluation.max_new_tokens = 0  # tokens of a response; 0: what rollout.max_model_len leaves after the prompt
+    config.evaluation.truncated = "zero"  # an answer that a limit cut off: zero (as in training) | graded (like any other)
+    config.evaluation.chunk = 256  # problems whose answers are written together; a killed evaluation goes on after them
 
     config.checkpoint = section()
     config.checkpoint.every = 10  # steps; also at the end and on SIGTERM; 0: only those

@@ -33,6 +33,7 @@ CHOICES = {
     "objective.kl_type": ("low_var_kl", "kl", "abs", "mse"),
     "objective.teacher_loss": ("null",),
     "optim.schedule": ("constant", "cosine"),
+    "evaluation.truncated": ("zero", "graded"),
     "checkpoint.resume": ("auto", "never"),
 }
 
@@ -116,6 +117,12 @@ RANGES = {  # key: interval of its value or of each element
     "validation.n": "[1, inf)",
     "validation.temperature": "[0, inf)",
     "validation.top_p": "(0, 1]",
+    "evaluation.n": "[1, inf)",
+    "evaluation.temperature": "[0, inf)",
+    "evaluation.top_p": "(0, 1]",
+    "evaluation.top_k": "[-1, inf)",
+    "evaluation.max_new_tokens": "[0, inf)",
+    "evaluation.chunk": "[1, inf)",
     "checkpoint.every": "[0, inf)",
     "checkpoint.keep": "[1, inf)",
     "telemetry.rollouts_every": "[0, inf)",
@@ -157,6 +164,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
     return (
         size_rules(config)
         + distribution_rules(config)
+        + evaluation_rules(config)
         + (vllm_rules(config) if config.rollout.engine == "vllm" else [])
         + (curriculum_rules(config) if injects else [])
         + (teacher_rules(config) if injects and config.teacher.enabled else [])
@@ -225,6 +233,44 @@ def distribution_rules(config: config_dict.ConfigDict) -> list[Rule]:
             rollout.top_p == 1 and rollout.top_k == -1,
             "the policy that is trained is the whole distribution; rollouts from a part of it would bias every ratio. "
             "Use top_p=1 and top_k=-1 (a lower rollout.temperature is allowed, and trained at)",
+        ),
+    ]
+
+
+def evaluation_rules(config: config_dict.ConfigDict) -> list[Rule]:
+    data, keys, best = config.data, config.evaluation, config.checkpoint.best_metric
+    return [
+        (
+            ("evaluation.n", "evaluation.temperature"),
+            keys.n == 1 or keys.temperature > 0,
+            "greedy answers to one problem are all the same; set evaluation.n=1 or a temperature above 0",
+        ),
+        (("evaluation.top_k",), keys.top_k != 0, "expected -1 (off) or at least 1"),
+        (
+            ("evaluation.max_new_tokens", "rollout.max_model_len"),
+            keys.max_new_tokens < config.rollout.max_model_len,
+            "a response and its prompt share the context; raise rollout.max_model_len or lower evaluation.max_new_tokens",
+        ),
+        (
+            ("evaluation.temperature",),
+            config.rollout.engine != "vllm" or keys.temperature == 0 or inside(keys.temperature, VLLM_TEMPERATURES),
+            f"vLLM samples at 0 (greedy) or at temperatures in {VLLM_TEMPERATURES}",
+        ),
+        (("data.selection",), are_sets(data.selection), f"expected NAME:PATH with NAME one of {', '.join(READERS)}"),
+        (
+            ("data.selection", "data.validation"),
+            not set(data.selection) & set(data.validation),
+            "a set that chooses the checkpoint cannot be reported as well; take it out of one of them",
+        ),
+        (
+            ("data.selection", "validation.every"),
+            not data.selection or config.validation.every > 0,
+            "sets that choose the best checkpoint are used by validations; set validation.every above 0",
+        ),
+        (
+            ("checkpoint.best_metric", "data.selection"),
+            not (best and data.selection) or best.startswith("selection/"),
+            "the metric is of a reported set; name one that begins with selection/, or leave data.selection empty",
         ),
     ]
 

@@ -117,11 +117,12 @@ def model_problems(config: config_dict.ConfigDict) -> list[Problem]:
 def data_problems(config: config_dict.ConfigDict) -> list[Problem]:
     """Data sets are "NAME:PATH"; those that are generated have no file."""
     absent = []
-    for key, sets in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+    for key in ("train", "validation", "selection"):
+        sets = config.data[key]
         for name in sets:
             reader, _, path = name.partition(":")
             if reader not in GENERATED and not pathlib.Path(path).exists():
-                absent.append(f"{path or name} ({key})")
+                absent.append(f"{path or name} (data.{key})")
     solutions = config.teacher.oracle_solutions
     if solutions and not pathlib.Path(solutions).is_file():
         absent.append(f"{solutions} (teacher.oracle_solutions)")

@@ -22,7 +22,7 @@ PACKAGES = (
 # Keys (or sections, by their dot) that may differ between a run and its resumption: they do not reach the parameters.
 HARMLESS = (
     *("run_dir", "compilation_cache", "requires_accelerator", "model.origin"),
-    *("data.origin", "data.validation", "data.validation_limit"),
+    *("data.origin", "data.validation", "data.validation_limit", "data.selection"),
     *("train.epochs", "train.steps", "train.student_tokens", "rewards.workers", "rewards.deadline"),
     *("teacher.base_url", "teacher.api_key_env", "teacher.timeout", "teacher.deadline", "teacher.stop_timeout"),
     *("teacher.max_concurrent", "teacher.cache", "teacher.replay", "teacher.token_budget", "teacher.money_budget"),
@@ -30,7 +30,7 @@ HARMLESS = (
     *("vllm.python", "vllm.servers", "vllm.attach", "vllm.token_env", "vllm.tensor_parallel", "vllm.gpu_ids", "vllm.block_size"),
     *("vllm.gpu_memory_utilization", "vllm.max_num_seqs", "vllm.max_concurrent", "vllm.request_deadline", "vllm.self_test"),
     *("vllm.control_deadline", "vllm.load_deadline", "vllm.start_deadline", "rollout.mismatch_alert", "weights."),
-    *("validation.", "checkpoint.", "telemetry."),
+    *("validation.", "evaluation.", "checkpoint.", "telemetry."),
 )
 LENGTH = ("train.epochs", "train.steps")  # not harmless when the learning rate depends on the run's length
 RESTARTS_KEPT = 100

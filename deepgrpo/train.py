@@ -53,8 +53,8 @@ from deepgrpo.telemetry import alerts, dumps, statistics  # noqa: E402
 from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
 from deepgrpo.telemetry.metrics import Metrics  # noqa: E402
 from deepgrpo.telemetry.progress import Progress, Timer  # noqa: E402
-from deepgrpo.types import Prompt  # noqa: E402
-from deepgrpo.weights import hf  # noqa: E402
+from deepgrpo.types import Group, Prompt  # noqa: E402
+from deepgrpo.weights import best, hf  # noqa: E402
 from deepgrpo.weights.checkpoint import Checkpoints  # noqa: E402
 from deepgrpo.weights.setup import open_engine  # noqa: E402
 
@@ -81,7 +81,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     ################################################################################################################
     run = config_lib.run_folder(config)
     keep = config.checkpoint
-    checkpoints = Checkpoints(run / "checkpoints", keep=keep.keep, save_best=keep.save_best, best_metric=keep.best_metric)
+    label = "" if config.data.selection else best.LABEL
+    checkpoints = Checkpoints(run / "checkpoints", keep.keep, keep.save_best, keep.best_metric, best_label=label)
     resumed = checkpoints.latest_step()
     warnings = config_lib.check_inputs(config, resuming=resumed is not None)
     devices = [device.device_kind for device in jax.devices()]
@@ -107,12 +108,18 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         return loaded
 
     problems, held_out = load(data.train, data.limit), load(data.validation, data.validation_limit)
-    sources = {problem.data_source for problem in problems + held_out}
+    choosing = load(data.selection, data.validation_limit)
+    sources = {problem.data_source for problem in problems + held_out + choosing}
     check_sources(sources)
     if (shared := dataset_lib.contamination(problems, held_out)) and not data.allow_overlap:
         raise SystemExit(
             f"{shared} training questions are also in data.validation {data.validation}: every score would be too good. "
             "Take them out, or set --config.data.allow_overlap=true"
+    if (shared := dataset_lib.contamination(problems + held_out, choosing)) and not data.allow_overlap:
+        raise SystemExit(
+            f"{shared} questions of data.selection are also in data.train or data.validation: the best would be chosen on "
+            "what it has seen or on what is reported. Take them out, or set --config.data.allow_overlap=true"
+        )
         )
     dataset = dataset_lib.Dataset(problems, data.batch_size, config.seed, data.shuffle)
     total_steps = config.train.steps or config.train.epochs * dataset.batches_per_epoch
@@ -205,11 +212,15 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         return prompts + [Prompt(s.ids, s.problem, n, f"{at}:state:{i}", s.node) for i, s in enumerate(states)]
 
     def validate(at: int) -> dict[str, float]:
-        prompts = [Prompt(p.prompt_ids, p, config.validation.n, f"validation:{i}") for i, p in enumerate(held_out)]
+        validated = enumerate(held_out + choosing)
+        prompts = [Prompt(p.prompt_ids, p, config.validation.n, f"validation:{i}") for i, p in validated]
         with timer("testing"):
-            records = dumps.validation_records(loop(greedy, prompts, at, "validation"), at, tokenizer.decode)
-            dumps.write(run / "validation" / f"{at}.jsonl", records)
-        return statistics.validation_metrics(records)
+            groups = loop(greedy, prompts, at, "validation")
+            records = dumps.validation_records(groups[: len(held_out)], at, tokenizer.decode)
+            chosen_on = dumps.validation_records(groups[len(held_out) :], at, tokenizer.decode)
+            dumps.write(run / "validation" / f"{at}.jsonl", records + chosen_on)
+        of_selection = statistics.validation_metrics(chosen_on)
+        return statistics.validation_metrics(records) | {f"{best.SELECTION}{key}": v for key, v in of_selection.items()}
 
     def save() -> None:
         host = {"step": step, "student_tokens": student_tokens, "dataset": dataset.state(), "learner": learner.host_state()}
@@ -300,8 +311,9 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         ############################################################################################################
         #  Checkpoint
         ############################################################################################################
-        best = checkpoints.note_validation(step, metrics)
-        if (best or saves or stop.is_set()) and not ahead:
+        deciding = {key: v for key, v in metrics.items() if not choosing or key.startswith(best.SELECTION)}
+        is_best = checkpoints.note_validation(step, deciding)
+        if (is_best or saves or stop.is_set()) and not ahead:
             save()
     progress.close()
     reason = "stopped by a signal" if stop.is_set() and not done() else "finished"

@@ -40,7 +40,6 @@ from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
 from deepgrpo.learner import rows as rows_lib  # noqa: E402
 from deepgrpo.learner import sharding  # noqa: E402
 from deepgrpo.learner.learner import Learner  # noqa: E402
-from deepgrpo.learner.minibatch import injection_count  # noqa: E402
 from deepgrpo.loops import reasoning  # noqa: E402
 from deepgrpo.loops.base import Setting, with_sampling  # noqa: E402
 from deepgrpo.model.config import ModelConfig  # noqa: E402
@@ -115,11 +114,11 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         raise SystemExit(
             f"{shared} training questions are also in data.validation {data.validation}: every score would be too good. "
             "Take them out, or set --config.data.allow_overlap=true"
+        )
     if (shared := dataset_lib.contamination(problems + held_out, choosing)) and not data.allow_overlap:
         raise SystemExit(
             f"{shared} questions of data.selection are also in data.train or data.validation: the best would be chosen on "
             "what it has seen or on what is reported. Take them out, or set --config.data.allow_overlap=true"
-        )
         )
     dataset = dataset_lib.Dataset(problems, data.batch_size, config.seed, data.shuffle)
     total_steps = config.train.steps or config.train.epochs * dataset.batches_per_epoch
@@ -203,13 +202,19 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
 
     def draw(at: int) -> list[Prompt]:
         """The prompts of a step: the data set's and, if there are any, hard states."""
-        ratio, ready = config.curriculum.injection_ratio, curriculum.ready()
-        states = curriculum.sample(injection_count(data.batch_size, ratio, ready, config.strict_reference), at)
+        states = curriculum.sample(curriculum.wanted(data.batch_size), at)
         replaced = len(states) if config.curriculum.injection_mode == "replace" else 0
         drawn = dataset.next(data.batch_size - replaced)
         prompts = [Prompt(p.prompt_ids, p, rollout.n, f"{at}:{i}") for i, p in enumerate(drawn)]
-        n = config.curriculum.rollout_n or rollout.n
-        return prompts + [Prompt(s.ids, s.problem, n, f"{at}:state:{i}", s.node) for i, s in enumerate(states)]
+        for i, s in enumerate(states):
+            n = s.n if s.n is not None else config.curriculum.rollout_n or rollout.n
+            prompts.append(Prompt(s.ids, s.problem, n, f"{at}:state:{i}", s.node, s.stream))
+        return prompts
+
+    def roll_out(parties: Setting, prompts: list[Prompt], at: int) -> list[Group]:
+        groups = loop(parties, prompts, at, "train")
+        more = curriculum.expand(groups, at)
+        return groups + loop(parties, more, at, "branches") if more else groups
 
     def validate(at: int) -> dict[str, float]:
         validated = enumerate(held_out + choosing)
@@ -255,7 +260,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             #  Prompts (the data set's, and hard states) and their rollouts, graded as they finish
             ########################################################################################################
             with timer("gen"):
-                groups = ahead.result() if ahead else loop(setting, draw(step), step, "train")
+                groups = ahead.result() if ahead else roll_out(setting, draw(step), step)
             ahead = None
             student_tokens += sum(len(r.completion.ids) for group in groups for r in group.rollouts)
 
@@ -278,7 +283,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             saves = last or (keep.every > 0 and step % keep.every == 0)
             epoch = dataset.epoch
             if rollout.max_staleness and not (saves or validates or stop.is_set()):  # a checkpoint holds no half-made step
-                ahead = others.submit(loop, setting_of_others, draw(step + 1), step + 1, "train")
+                ahead = others.submit(roll_out, setting_of_others, draw(step + 1), step + 1)
             oldest = min((r.completion.version for group in groups for r in group.rollouts), default=versions[-1])
             metrics["rollout_mismatch/staleness"] = sum(version > oldest for version in versions)
             every_row = rows_lib.rows_from_groups(groups, config.objective.advantage)

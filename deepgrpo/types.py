@@ -55,6 +55,7 @@ class Prompt:
     n: rollouts to make from it (the group's size).
     group_id: unique within a step, a pure function of (step, position).
     node: the curriculum's own handle of an injected state (opaque to everyone else); None for a dataset prompt.
+    stream: "main", or "branch" for continuations that the objective weighs apart (objective.branch_lambda).
     """
 
     ids: Ids
@@ -62,6 +63,7 @@ class Prompt:
     n: int
     group_id: str
     node: Any = None
+    stream: str = "main"
 
     @property
     def locked(self) -> int:
@@ -98,6 +100,7 @@ class Grade:
     reason: short code (`right`, `wrong`, `unformatted`, `truncated`, `timeout`, `crash`, ...), counted in metrics.
     answer: the extracted answer, for dumps.
     right_prefix: characters at the response's start that a step-checking grader found right; None from other graders.
+    parts: (name, value) of each reward that the total was weighted from; empty if the task's own is all there is.
     """
 
     reward: float | None
@@ -105,6 +108,7 @@ class Grade:
     reason: str
     answer: str = ""
     right_prefix: int | None = None
+    parts: tuple[tuple[str, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,14 +1,14 @@
 """The interface of every curriculum: which states to roll out, what was learned from them, and work for the teacher.
 
-The training loop calls `ready`, `sample`, `observe`, `metrics`, `state`, `restore` and never asks which curriculum it has. The
-teacher's worker (another thread) calls `dispatch` and `resolve`. Every method is atomic.
+The training loop calls `wanted`, `sample`, `expand`, `observe`, `metrics`, `state`, `restore` and never asks which curriculum it
+has. The teacher's worker (another thread) calls `pending`, `dispatch`, `resolve` and `requeue`. Every method is atomic.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from deepgrpo.types import Group, Ids, Problem
+from deepgrpo.types import Group, Ids, Problem, Prompt
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -16,11 +16,14 @@ class State:
     """A state to roll out: original prompt ids followed by a locked prefix.
 
     ids: int32[len]. node: the curriculum's handle, handed back in `Prompt.node` by `observe`.
+    n: rollouts to make; None: curriculum.rollout_n. stream: see `types.Prompt`.
     """
 
     ids: Ids
     problem: Problem
     node: Any
+    n: int | None = None
+    stream: str = "main"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,33 +59,52 @@ class Correction:
     failed_suffix_ids: Ids
 
 
-class Curriculum(Protocol):
-    def ready(self) -> int:
-        """Number of states that `sample` could return."""
+class Curriculum:
+    """A curriculum overrides what it needs; left as they are, the methods are those of one without states and teacher."""
+
+    def wanted(self, batch_size: int) -> int:
+        """Number of states that a step with `batch_size` dataset prompts is to get (at most those that are ready)."""
+        return 0
 
     def sample(self, n: int, step: int) -> list[State]:
         """Returns at most `n` states for `step` and stamps them as used."""
+        return []
+
+    def expand(self, groups: Sequence[Group], step: int) -> list[Prompt]:
+        """Further prompts to roll out in the same step, chosen from its groups so far; `observe` sees their groups too."""
+        return []
 
     def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Takes in the scored groups of a step, dataset and injected; returns the step's metrics (full names)."""
+        return {}
+
+    def continuation(self, node: Any) -> tuple[Ids, float] | None:
+        """The teacher's verified (suffix_ids, reward) of an injected state, None if there is none."""
+        return None
 
     def dispatch(self, max_items: int, step: int) -> list[Failure]:
         """Hands out at most `max_items` failures for the teacher; each stays in flight until `resolve`."""
+        return []
 
     def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
         """Takes in the teacher's result (None: no usable correction); returns the outcome's name."""
+        raise ValueError(f"failure {failure.event} is not of this curriculum: it sends nothing to the teacher")
 
     def requeue(self, failure: Failure) -> None:
         """Puts a dispatched failure back, dispatchable again: nothing was learned about it. Unknown ones are ignored."""
+        raise ValueError(f"failure {failure.event} is not of this curriculum: it sends nothing to the teacher")
 
     def pending(self) -> int:
         """Failures that `dispatch` could hand out now."""
+        return 0
 
     def metrics(self) -> Mapping[str, float]:
         """Current sizes and cumulative counters (full names). Reading changes nothing."""
+        return {}
 
     def state(self, folder: str) -> None:
         """Writes everything that `restore` needs into `folder` (exists, empty), in self-describing files."""
+        raise NotImplementedError(f"{type(self).__name__} has to say how it is saved")
 
     def restore(self, folder: str) -> None:
         """Replaces the content by that of `folder`. Failures that were in flight become dispatchable again.
@@ -90,3 +112,4 @@ class Curriculum(Protocol):
         Raises:
           ValueError: the folder's format version or pool type is not this curriculum's; names both.
         """
+        raise NotImplementedError(f"{type(self).__name__} has to say how it is restored")

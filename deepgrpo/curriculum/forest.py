@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum.base import Correction, Failure, State
+from deepgrpo.curriculum.base import Correction, Curriculum, Failure, State
 from deepgrpo.curriculum.forest_pool import Forest
 from deepgrpo.curriculum.forest_records import Annotation, tree_key
+from deepgrpo.learner.minibatch import injection_count
 from deepgrpo.types import Group, Ids, Problem, Rollout
 
 FAILURES = ("all", "longest_prefix")
@@ -27,15 +28,24 @@ class _RootGroup:
     failed: list[Ids] = dataclasses.field(default_factory=list)
 
 
-class ForestCurriculum:
+class ForestCurriculum(Curriculum):
     """`base.Curriculum` on a `Forest`.
 
     Group by group, `observe` is atomic: between two of a step's groups the teacher's thread may be served.
     """
 
-    def __init__(self, pool: Forest, *, threshold: float, failures: str = "all"):
+    def __init__(
+        self,
+        pool: Forest,
+        *,
+        threshold: float,
+        failures: str = "all",
+        injection_ratio: float = 0.25,
+        strict_reference: bool = False,
+    ):
         """Args:
           threshold: success is reward > threshold.
+          injection_ratio, strict_reference: see `minibatch.injection_count`.
           failures: of a group's failures send to the teacher "all", or "longest_prefix": the one with the longest right prefix.
 
         Raises:
@@ -46,10 +56,14 @@ class ForestCurriculum:
         self.pool = pool
         self._threshold = threshold
         self._failures = failures
+        self._ratio, self._strict = injection_ratio, strict_reference
         self._cleaned_before_sampling = 0
 
     def ready(self) -> int:
         return self.pool.ready()
+
+    def wanted(self, batch_size: int) -> int:
+        return injection_count(batch_size, self._ratio, self.ready(), self._strict)
 
     def sample(self, n: int, step: int) -> list[State]:
         """Removes exhausted trees, then returns at most `n` states, one a tree.
@@ -163,7 +177,13 @@ def create(config: ml_collections.ConfigDict) -> ForestCurriculum:
         max_nodes_per_tree=config.curriculum.max_nodes_per_tree,
         drop_retired_events=config.curriculum.drop_retired_events,
     )
-    return ForestCurriculum(pool, threshold=config.rewards.threshold, failures=config.curriculum.failures)
+    return ForestCurriculum(
+        pool,
+        threshold=config.rewards.threshold,
+        failures=config.curriculum.failures,
+        injection_ratio=config.curriculum.injection_ratio,
+        strict_reference=config.strict_reference,
+    )
 
 
 def _check_step(step: int) -> None:

@@ -88,8 +88,18 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.rewards = section()
     config.rewards.threshold = 0.0  # success is reward > threshold; failure reward <= threshold
+    config.rewards.grader = (
+        "typed"  # of mathematics: typed | compat_fast | compat_full (as the reference grades: rewards/strict.py)
+    )
+    config.rewards.extract = "default"  # where its answer stands: default | answer_tag | answer_tag_lenient | mark (after ####)
+    config.rewards.weight = 1.0  # of the task's own reward in the total
+    config.rewards.extra = ()  # further rewards: "NAME=WEIGHT"; NAME: format | length | repetition | package.module:function
+    config.rewards.graders = ()  # graders of your own: "SOURCE=package.module:function"
     config.rewards.workers = 2  # grader processes
-    config.rewards.deadline = 5.0  # seconds an answer; a worker past it is killed and the answer has no verdict
+    config.rewards.waiting_workers = 8  # more of them, for sources whose grader waits for a judge or a program
+    config.rewards.deadline = (
+        5.0  # seconds an answer; a worker past it is killed (rewards/service.py); some graders have their own
+    )
 
     config.curriculum = section()
     config.curriculum.pool = "forest"  # none | forest

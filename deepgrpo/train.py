@@ -44,8 +44,9 @@ from deepgrpo.loops import reasoning  # noqa: E402
 from deepgrpo.loops.base import Setting, with_sampling  # noqa: E402
 from deepgrpo.model.config import ModelConfig  # noqa: E402
 from deepgrpo.model.transformer import abstract_params  # noqa: E402
-from deepgrpo.rewards.grade import check_sources  # noqa: E402
+from deepgrpo.rewards.grade import check_sources, rubric_of  # noqa: E402
 from deepgrpo.rewards.service import GradingService  # noqa: E402
+from deepgrpo.rewards.weighted import part_means  # noqa: E402
 from deepgrpo.rollout.engine import Sampling  # noqa: E402
 from deepgrpo.teacher.setup import open_teacher  # noqa: E402
 from deepgrpo.telemetry import alerts, dumps, statistics  # noqa: E402
@@ -79,6 +80,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     #  Run folder
     ################################################################################################################
     run = config_lib.run_folder(config)
+    rubric = rubric_of(config.rewards)
     keep = config.checkpoint
     label = "" if config.data.selection else best.LABEL
     checkpoints = Checkpoints(run / "checkpoints", keep.keep, keep.save_best, keep.best_metric, best_label=label)
@@ -109,7 +111,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     problems, held_out = load(data.train, data.limit), load(data.validation, data.validation_limit)
     choosing = load(data.selection, data.validation_limit)
     sources = {problem.data_source for problem in problems + held_out + choosing}
-    check_sources(sources)
+    check_sources(sources, rubric)
     if (shared := dataset_lib.contamination(problems, held_out)) and not data.allow_overlap:
         raise SystemExit(
             f"{shared} training questions are also in data.validation {data.validation}: every score would be too good. "
@@ -148,7 +150,9 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         mesh=mesh,
     )
     del params  # the learner has its own copy
-    grading = stack.enter_context(GradingService(config.rewards.workers, config.rewards.deadline, sources))
+    rewards = config.rewards
+    service = GradingService(rewards.workers, rewards.deadline, sources, rubric, rewards.waiting_workers)
+    grading = stack.enter_context(service)
     loop = LOOPS[config.loop]
     curriculum = CURRICULA[config.curriculum.pool](config)
     teacher = None
@@ -195,7 +199,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         version=step,
         run=run,
     )
-    setting = Setting(engine, grading, tokenizer, sampling, config.seed, GRADING_PATIENCE * config.rewards.deadline)
+    setting = Setting(engine, grading, tokenizer, sampling, config.seed, GRADING_PATIENCE * grading.deadline)
     setting_of_others = dataclasses.replace(setting, tokenizer=tokenizer_lib.load_tokenizer(config.model.path))
     greedy = with_sampling(setting, temperature=config.validation.temperature, top_p=config.validation.top_p, top_k=-1)
     timer = Timer()
@@ -304,7 +308,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             if validates:
                 metrics |= validate(step)
         metrics |= rows_lib.data_metrics(every_row, rollout.max_model_len) | rows_lib.filter_metrics(every_row, rows)
-        metrics |= statistics.group_statistics(groups, config.rewards.threshold) | curriculum.metrics()
+        metrics |= statistics.group_statistics(groups, config.rewards.threshold) | curriculum.metrics() | part_means(groups)
         metrics |= (teacher.metrics() if teacher else {}) | grading.metrics() | engine.metrics() | timer.metrics()
         metrics |= {"training/global_step": step, "training/epoch": epoch, "training/student_tokens": student_tokens}
         metrics_file.write(step, metrics)

@@ -22,6 +22,8 @@ CHOICES = {
     "rollout.engine": ("native", "vllm"),
     "vllm.dtype": ("", "bfloat16", "float32"),
     "weights.route": ("orbax", "direct"),
+    "rewards.grader": ("typed", "compat_fast", "compat_full"),
+    "rewards.extract": ("default", "answer_tag", "answer_tag_lenient", "mark"),
     "loop": ("reasoning",),
     "curriculum.pool": ("none", "forest"),
     "curriculum.injection_mode": ("add", "replace"),
@@ -72,7 +74,9 @@ RANGES = {  # key: interval of its value or of each element
     "weights.keep": "[1, inf)",
     "weights.attempts": "[1, inf)",
     "weights.tolerance": "[0, inf)",
+    "rewards.weight": "[0, inf)",
     "rewards.workers": "[1, inf)",
+    "rewards.waiting_workers": "[1, inf)",
     "rewards.deadline": "(0, inf)",
     "curriculum.injection_ratio": "(0, 1]",
     "curriculum.rollout_n": "[0, inf)",
@@ -164,6 +168,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
     return (
         size_rules(config)
         + distribution_rules(config)
+        + reward_rules(config)
         + evaluation_rules(config)
         + (vllm_rules(config) if config.rollout.engine == "vllm" else [])
         + (curriculum_rules(config) if injects else [])
@@ -271,6 +276,32 @@ def evaluation_rules(config: config_dict.ConfigDict) -> list[Rule]:
             ("checkpoint.best_metric", "data.selection"),
             not (best and data.selection) or best.startswith("selection/"),
             "the metric is of a reported set; name one that begins with selection/, or leave data.selection empty",
+        ),
+    ]
+
+
+def reward_rules(config: config_dict.ConfigDict) -> list[Rule]:
+    """Only the form of the entries: the functions that they name are imported when the run starts, before its data are read."""
+    rewards = config.rewards
+    path, number = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
+    extras = [entry.rpartition("=")[0] for entry in rewards.extra]
+    sources = [entry.partition("=")[0] for entry in rewards.graders]
+    return [
+        (
+            ("rewards.extra",),
+            all(re.fullmatch(rf"([a-z_]+|{path})={number}", entry) for entry in rewards.extra)
+            and len(set(extras)) == len(extras),
+            "expected NAME=WEIGHT each, NAME a reward of rewards/weighted.py or package.module:function, none twice",
+        ),
+        (
+            ("rewards.graders",),
+            all(re.fullmatch(rf"[^=]+={path}", entry) for entry in rewards.graders) and len(set(sources)) == len(sources),
+            "expected SOURCE=package.module:function each, no source twice",
+        ),
+        (
+            ("rewards.weight", "rewards.extra"),
+            rewards.weight > 0 or bool(rewards.extra),
+            "nothing would be rewarded; set a weight above 0 or add a reward to rewards.extra",
         ),
     ]
 

@@ -29,7 +29,7 @@ def run(setting: Setting, prompts: Sequence[Prompt], step: int, purpose: str) ->
     def grade(i: int, j: int, completion: Completion) -> None:
         if completion.finish_reason != "abort":
             completion = full_is_truncated(setting, prompts[i], completion)
-            verdicts[i, j] = setting.grading.submit(as_answer(setting, prompts[i], completion))
+            verdicts[i, j] = setting.grading.submit(as_answer(setting, prompts[i], completion, purpose))
 
     completions = setting.engine.generate(requests, setting.sampling, on_done=grade)
     _, late = concurrent.futures.wait(verdicts.values(), timeout=setting.grading_deadline)
@@ -57,10 +57,11 @@ def full_is_truncated(setting: Setting, prompt: Prompt, completion: Completion) 
     return dataclasses.replace(completion, finish_reason="length") if full else completion
 
 
-def as_answer(setting: Setting, prompt: Prompt, completion: Completion) -> Answer:
+def as_answer(setting: Setting, prompt: Prompt, completion: Completion, purpose: str = "train") -> Answer:
     """The text that the grader sees: what the student wrote now, with its locked prefix apart; stop ids are not text."""
     problem = prompt.problem
     locked = prompt.ids[len(problem.prompt_ids) :]
+    ended = completion.ids[len(without_stop(setting, completion.ids)) :]
     return Answer(
         data_source=problem.data_source,
         question=problem.question,
@@ -69,9 +70,15 @@ def as_answer(setting: Setting, prompt: Prompt, completion: Completion) -> Answe
         finish_reason=completion.finish_reason,
         ground_truth=problem.ground_truth,
         extra=problem.extra,
+        validation=purpose == "validation",
+        prompt=setting.tokenizer.decode(prompt.ids.tolist()),
+        ending=setting.tokenizer.decode(ended.tolist()),
     )
 
 
 def text_of(setting: Setting, ids: Ids) -> str:
-    ended = len(ids) > 0 and int(ids[-1]) in setting.sampling.stop_ids
-    return setting.tokenizer.decode((ids[:-1] if ended else ids).tolist())
+    return setting.tokenizer.decode(without_stop(setting, ids).tolist())
+
+
+def without_stop(setting: Setting, ids: Ids) -> Ids:
+    return ids[:-1] if len(ids) and int(ids[-1]) in setting.sampling.stop_ids else ids

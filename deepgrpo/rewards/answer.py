@@ -19,6 +19,9 @@ class Answer:
     finish_reason: "stop" or "length".
     ground_truth: the row's key, JSON-serialisable.
     extra: further columns of the row, JSON-serialisable.
+    validation: the answer is scored for a report, not for training; some sources then leave bonuses out.
+    prompt: all the text that the engine was given, chat markers and locked prefix included; "" where only the question is known.
+    ending: text of the sampled end-of-turn token, which `response` is without.
     """
 
     data_source: str
@@ -28,6 +31,14 @@ class Answer:
     finish_reason: str
     ground_truth: Any
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    validation: bool = False
+    prompt: str = ""
+    ending: str = ""
+
+    @property
+    def transcript(self) -> str:
+        """Prompt and response as one text, which is what the public reference grades. Everyone else should not."""
+        return (self.prompt or self.question + "\n" + self.prefix) + self.response + self.ending
 
 
 def own_words(text: str) -> str:

@@ -24,9 +24,10 @@ _AFTER_NUMBER = re.compile(r"[\w)]\s*$")  # then a minus subtracts
 _SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 
 
-def grade(answer: Answer) -> Grade:
-    """1 if the final number of the response equals the key as a number."""
-    number, reason = final_number(own_words(answer.response))
+def grade(answer: Answer, only_mark: bool = False) -> Grade:
+    """1 if the final number of the response equals the key as a number. only_mark: without a `####` mark there is no answer."""
+    text = own_words(answer.response)
+    number, reason = final_number(text) if not only_mark or _MARK.search(text) else (None, "unformatted")
     if number is None:
         return Grade(0.0, False, reason)
     right = number == numbers(str(answer.ground_truth))[-1]

@@ -40,6 +40,11 @@ def last_boxes(text: str) -> list[str] | None:
     return found or None
 
 
+def boxes(text: str) -> list[str]:
+    """Contents of all the last 51 boxes that are closed, in order."""
+    return [content[0] for match in _tail_boxes(text) if (content := _content(text, match.end()))]
+
+
 def _tail_boxes(text: str) -> list[re.Match]:
     return list(_BOX.finditer(text, max(0, len(text) - 200_000)))[-51:]
 

@@ -24,7 +24,11 @@ _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
 def grade(answer: Answer) -> Grade:
     """1 if the last box of the response says the same as one of the keys, else 0; no verdict where the row has no usable key."""
-    boxes = latex.last_boxes(own_words(answer.response))
+    return verdict(answer, latex.last_boxes(own_words(answer.response)))
+
+
+def verdict(answer: Answer, boxes: Sequence[str] | None) -> Grade:
+    """The grade of an answer whose final statement is `boxes`, a list if there are several; None or empty: it states nothing."""
     text = ",".join(boxes or ()).strip()
     if not text.strip(", "):
         return Grade(0.0, False, "unformatted")
@@ -84,8 +88,11 @@ def by_math_verify(key: str, answer: str) -> bool:
 
 @functools.cache
 def math_verify():
-    """math-verify, imported when first wanted: it brings sympy, which takes a second. Workers call this before they are ready."""
+    """math-verify, imported when first wanted: it brings sympy, which takes a second."""
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     return math_verify
+
+
+warm_up = math_verify  # what a worker calls before it is ready

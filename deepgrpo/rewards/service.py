@@ -9,8 +9,10 @@ An answer has two attempts of half the deadline each, the second on a fresh work
     the grader raised                                         -> no verdict, reason "error"; logged with its traceback
 
 A runaway in Python code is stopped by the worker's own CPU limit and is wrong at once. One thread a worker owns its process: it
-hands out one answer, waits at most half a deadline, kills and replaces. Verdicts are the same from any thread, from asyncio
-(`asyncio.wrap_future(service.submit(answer))`) and from pools, since no grader ever runs in the caller.
+hands out one answer, waits at most half a deadline, kills and replaces. Answers whose grader waits for others (a judge, a program
+that it runs) have workers of their own, so that they don't hold up arithmetic, and deadlines of their own. Verdicts are the same
+from any thread, from asyncio (`asyncio.wrap_future(service.submit(answer))`) and from pools, since no grader ever runs in the
+caller.
 """
 
 import collections
@@ -21,20 +23,22 @@ import multiprocessing
 import os
 import pathlib
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Collection
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.grade import GRADERS, check_sources
-from deepgrpo.rewards.math import grade as boxed
+from deepgrpo.rewards.grade import check_sources, grader_of
+from deepgrpo.rewards.rubric import DEFAULT, Rubric
 from deepgrpo.types import Grade
 
 WORKER = "deepgrpo.rewards.worker"  # the module that a worker process runs
+MATHEMATICS = ("GSM8K", "MATH")  # what workers get ready for where nobody says what will come
 START_SECONDS = 120.0  # for a worker to import its graders, on a busy host
 RECYCLE = 5000  # answers after which a worker is replaced, against slow leaks
 CPU_SHARE = 0.4  # of an attempt's time: the CPU seconds after which a worker itself gives up (an ordinary answer takes 0.001)
@@ -47,25 +51,44 @@ class GradingService:
     """Grades answers in `workers` processes.
 
     Args:
-      workers: processes, >= 1. deadline: seconds an answer, > 0.
-      sources: data sources that will come, so that workers import what those need before they start; empty: any known source.
+      workers: processes, >= 1. deadline: seconds an answer, > 0, for sources that have none of their own.
+      sources: data sources that will come, so that workers import what those need before they start; empty: mathematics.
+      rubric: how they are graded. waiting_workers: further processes, >= 1, only if a source's grader waits for others.
 
     Raises:
       ValueError: impossible arguments or an unknown source. RuntimeError: a worker did not start; holds what it wrote.
     """
 
-    def __init__(self, workers: int, deadline: float, sources: Collection[str] = ()):
-        if workers < 1 or not deadline > 0:
-            raise ValueError(f"rewards.workers must be >= 1 and rewards.deadline > 0 s, got {workers} and {deadline}")
-        check_sources(sources)
-        self._attempt = deadline / 2
-        self._warm = any(GRADERS[source] is boxed for source in sources or GRADERS)
-        self._queue: queue.SimpleQueue[tuple[Answer, Future] | None] = queue.SimpleQueue()  # holds a step's rollouts at most
+    def __init__(
+        self,
+        workers: int,
+        deadline: float,
+        sources: Collection[str] = (),
+        rubric: Rubric = DEFAULT,
+        waiting_workers: int = 8,
+    ):
+        if workers < 1 or waiting_workers < 1 or not deadline > 0:
+            raise ValueError(
+                "rewards.workers and rewards.waiting_workers must be >= 1 and rewards.deadline > 0 s, "
+                f"got {workers}, {waiting_workers} and {deadline}"
+            )
+        check_sources(sources, rubric)
+        self._deadline, self._rubric = deadline, rubric
+        waiting = {source for source in sources if grader_of(source, rubric).waits}
+        self.deadline = max([deadline, *(grader_of(source, rubric).seconds or 0.0 for source in sources)])  # the longest, in s
         self._lock = threading.Lock()
         self._counters: collections.Counter[str] = collections.Counter()
         self._closed = False
-        started = [Future() for _ in range(workers)]
-        self._threads = [threading.Thread(target=self._run, args=(f,), name="grading", daemon=True) for f in started]
+        self._closing, self._close_signal = multiprocessing.Pipe(duplex=False)  # readable once the service closes
+        direct = _Lane(tuple(sorted(set(sources) - waiting)) or (() if waiting else MATHEMATICS))
+        self._lanes = {True: _Lane(tuple(sorted(waiting))) if waiting else direct, False: direct}
+        lanes = [direct] * workers + [self._lanes[True]] * (waiting_workers if waiting else 0)
+        started = [Future() for _ in lanes]
+        self._threads = [
+            threading.Thread(target=self._run, args=task, name="grading", daemon=True)
+            for task in zip(lanes, started, strict=True)
+        ]
+        self._ends = lanes
         for thread in self._threads:
             thread.start()
         try:
@@ -81,12 +104,12 @@ class GradingService:
         Raises:
           ValueError: unknown data source. RuntimeError: the service is closed.
         """
-        check_sources([answer.data_source])
+        check_sources([answer.data_source], self._rubric)
         future: Future[Grade] = Future()
         with self._lock:
             if self._closed:
                 raise RuntimeError("the grading service is closed")
-            self._queue.put((answer, future))
+            self._lanes[grader_of(answer.data_source, self._rubric).waits].queue.put((answer, future))
         return future
 
     def metrics(self) -> dict[str, float]:
@@ -95,12 +118,16 @@ class GradingService:
             return {f"grading/{name}": float(count) for name, count in sorted(self._counters.items())}
 
     def close(self) -> None:
-        """Cancels what is queued, waits for the answers in work (at most their deadline), ends the workers; idempotent."""
+        """Cancels what is queued, waits for the answers in work (at most rewards.deadline), ends the workers; idempotent.
+
+        Answers whose source has a deadline of its own are not waited for: they have no verdict, reason "closed".
+        """
         with self._lock:
             if not self._closed:
                 self._closed = True
-                for _ in self._threads:
-                    self._queue.put(None)
+                self._close_signal.send_bytes(b"closed")
+                for lane in self._ends:
+                    lane.queue.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -110,16 +137,16 @@ class GradingService:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _run(self, started: Future) -> None:
+    def _run(self, lane: "_Lane", started: Future) -> None:
         """A thread's life: one worker, replaced whenever it is killed, dies or has served its time."""
         worker = None
         try:
-            worker = _Worker(self._attempt, self._warm)
+            worker = _Worker(lane.sources, self._rubric)
             started.set_result(None)
         except Exception as error:
             started.set_exception(error)
             return
-        while (task := self._queue.get()) is not None:
+        while (task := lane.queue.get()) is not None:
             answer, future = task
             if self._closed:
                 future.cancel()
@@ -133,11 +160,13 @@ class GradingService:
         worker.stop()
 
     def _grade(self, answer: Answer, worker: "_Worker") -> "tuple[Grade, _Worker]":
+        own = grader_of(answer.data_source, self._rubric).seconds
+        seconds, closing = (own or self._deadline) / 2, self._closing if own else None
         for attempt in range(2):
             if not worker.alive or worker.served >= RECYCLE:
                 worker = self._replaced(worker)
-            outcome = worker.grade(answer, self._attempt)
-            if isinstance(outcome, Grade):
+            outcome = worker.grade(answer, seconds, closing)
+            if isinstance(outcome, Grade) or outcome == "closed":
                 break
             self._count(f"killed/{outcome}" if outcome != "crash" else "worker_deaths")
             worker = self._replaced(worker)
@@ -152,30 +181,40 @@ class GradingService:
     def _replaced(self, worker: "_Worker") -> "_Worker":
         worker.stop()
         self._count("workers_started")
-        return _Worker(self._attempt, self._warm)
+        return _Worker(worker.sources, self._rubric)
 
     def _count(self, *names: str) -> None:
         with self._lock:
             self._counters.update(names)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Lane:
+    """A queue and the sources that its workers are ready for. It holds a step's rollouts at most."""
+
+    sources: tuple[str, ...]
+    queue: "queue.SimpleQueue[tuple[Answer, Future] | None]" = dataclasses.field(default_factory=queue.SimpleQueue)
+
+
 class _Worker:
     """One worker process. Used by the one thread that made it: on Linux the process dies with that thread."""
 
-    def __init__(self, attempt: float, warm: bool):
+    def __init__(self, sources: tuple[str, ...], rubric: Rubric):
+        self.sources = sources
         self.connection, theirs = multiprocessing.Pipe()
         root = str(pathlib.Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        cpu_seconds = str(CPU_SHARE * attempt)
-        command = [sys.executable, "-m", WORKER, str(theirs.fileno()), str(os.getpid()), cpu_seconds]
+        paths = dict.fromkeys([root, *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path])  # a user's graders, too
+        settings = {"parent": os.getpid(), "sources": sources, "rubric": dataclasses.asdict(rubric)}
+        command = [sys.executable, "-m", WORKER, str(theirs.fileno()), json.dumps(settings)]
         with tempfile.TemporaryFile() as errors, theirs:
             self.process = subprocess.Popen(
-                [*command, "warm" if warm else "light"],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                command,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,
+                start_new_session=True,  # a group of its own: what a grader has started ends with it
             )
             theirs.close()
             self.served = 0
@@ -189,15 +228,19 @@ class _Worker:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def grade(self, answer: Answer, seconds: float) -> Grade | str:
-        """The grade, or what went wrong: "crash", "stuck" (a full CPU all the time) or "starved"."""
+    def grade(self, answer: Answer, seconds: float, closing: Connection | None) -> Grade | str:
+        """The grade, or what went wrong: "crash", "stuck" (a full CPU all the time), "starved" or "closed" (by `closing`)."""
         self.served += 1
         before = _cpu_seconds(self.process.pid)
         try:
-            self.connection.send_bytes(json.dumps(dataclasses.asdict(answer)).encode())
+            message = {"answer": dataclasses.asdict(answer), "cpu_seconds": CPU_SHARE * seconds}
+            self.connection.send_bytes(json.dumps(message).encode())
         except OSError:
             return "crash"
-        if not self.connection.poll(seconds):
+        ready = wait([self.connection, *([closing] if closing else [])], seconds)
+        if closing in ready and self.connection not in ready:
+            return "closed"
+        if not ready:
             return "stuck" if _cpu_seconds(self.process.pid) - before >= BUSY_SHARE * seconds else "starved"
         reply = _received(self.connection)
         if reply is None:
@@ -206,12 +249,13 @@ class _Worker:
         if "error" in fields:
             log.error("the grader of %s failed:\n%s", answer.data_source, fields["error"])
             return Grade(None, False, "error")
-        return Grade(**fields)
+        return Grade(**{**fields, "parts": tuple((name, value) for name, value in fields["parts"])})
 
     def stop(self) -> None:
         """Ends the process at once and reaps it."""
         self.connection.close()
-        self.process.kill()
+        if self.alive:  # not yet reaped, so the group's number is still its own
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 

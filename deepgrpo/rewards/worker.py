@@ -2,11 +2,12 @@
 
 It is a plain subprocess, not a multiprocessing child: it imports neither the trainer's main module nor JAX. Messages are JSON in
 frames. The worker limits its memory and its CPU seconds an answer (a Python-level runaway becomes the verdict "timeout" here,
-without a kill), and dies with its parent.
+without a kill), and dies with its parent. Graders run in its main thread, so libraries' own alarms work.
 """
 
 import ctypes
 import dataclasses
+import gc
 import json
 import os
 import resource
@@ -16,10 +17,9 @@ import traceback
 from multiprocessing.connection import Connection
 
 from deepgrpo.rewards import grade as graders
-from deepgrpo.rewards import math
 from deepgrpo.types import Grade
 
-MEMORY = 3 * 2**30  # bytes of address space
+MEMORY = 3 * 2**30  # bytes of address space; a soft limit, so that a sandbox that a grader starts may set its own
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,32 +28,39 @@ class OutOfTime(BaseException):
     """The answer used up its CPU seconds. Not an Exception, so that no grader swallows it."""
 
 
-def main(descriptor: int, parent: int, cpu_seconds: float, warm: bool) -> None:
-    _die_with_parent(parent)
+def main(descriptor: int, settings: str) -> None:
+    """Serves the connection until it closes. settings: JSON of parent (process id), sources and rubric."""
+    setting = json.loads(settings)
+    _die_with_parent(setting["parent"])
     if sys.platform == "linux":  # macOS has no limit of address space
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGVTALRM, _out_of_time)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if warm:
-        math.math_verify()
+    rubric = rubric_from(setting["rubric"])
+    graders.prepare(setting["sources"], rubric)
+    gc.freeze()  # what is loaded stays
     connection = Connection(descriptor)
     connection.send_bytes(b"ready")
     while True:
         try:
-            message = connection.recv_bytes()
+            message = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        reply = _graded(graders.Answer(**json.loads(message)), cpu_seconds)
+        reply = _graded(graders.Answer(**message["answer"]), rubric, message["cpu_seconds"])
         connection.send_bytes(json.dumps(reply).encode())
 
 
-def _graded(answer: graders.Answer, cpu_seconds: float) -> dict:
+def rubric_from(fields: dict) -> graders.Rubric:
+    return graders.Rubric(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+
+def _graded(answer: graders.Answer, rubric: graders.Rubric, cpu_seconds: float) -> dict:
     """The grade as a dict, or {"error": traceback} for a fault of the grader itself."""
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
         try:
-            grade = graders.grade(answer)
+            grade = graders.grade(answer, rubric)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except OutOfTime:
@@ -81,4 +88,4 @@ def _die_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "warm")
+    main(int(sys.argv[1]), sys.argv[2])

@@ -25,7 +25,7 @@ def scripted(answer):
     return Grade(1.0, True, "right", str(os.getpid()))
 
 
-grade.GRADERS["GSM8K"] = scripted
+grade.GRADERS["GSM8K"] = grade.Grader("scripted_worker:scripted", "####")
 
 if __name__ == "__main__":
-    worker.main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "warm")
+    worker.main(int(sys.argv[1]), sys.argv[2])

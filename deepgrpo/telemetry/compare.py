@@ -3,13 +3,18 @@
 All differences are second arm minus first.
 """
 
+import argparse
+import json
 import math
+import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from deepgrpo.telemetry import evaluation_tables as tables
+from deepgrpo.telemetry.answers import RESULT
 from deepgrpo.telemetry.evaluation import BLOCK, DRAWS, generator, interval
 
 # What must agree before two numbers may be compared. Other differences (engine, precision) are told.
@@ -179,3 +184,42 @@ def row(one: Sequence[np.ndarray], other: Sequence[np.ndarray], seed: int) -> di
         found["seeds_needed"] = needed
         found["more_seeds"] = None if needed is None else max(0, needed - min(map(len, by_seed)))
     return found
+
+
+#### The command
+
+
+def read_arm(text: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Results and their names from FOLDER_OR_FILE[,FOLDER_OR_FILE ...].
+
+    Raises:
+      FileNotFoundError: no result there.
+    """
+    paths = [pathlib.Path(name) for name in text.split(",") if name]
+    paths = [path / RESULT if path.is_dir() else path for path in paths]
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist: expected the result of a finished evaluation, or its folder")
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths], [str(path) for path in paths]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m deepgrpo.evaluate compare", description=__doc__)
+    parser.add_argument("one", metavar="A[,A2 ...]", help="folders (or result files) of the first arm")
+    parser.add_argument("other", metavar="B[,B2 ...]", help="of the second; a positive difference means that this one is better")
+    parser.add_argument(
+        "--force", action="store_true", help="compare what they share, though they were made under other protocols"
+    )
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file for the comparison")
+    args = parser.parse_args(argv)
+    (one, names), (other, other_names) = read_arm(args.one), read_arm(args.other)
+    if not one or not other:
+        parser.error("each arm needs at least one result")
+    try:
+        found = compare(one, other, (names, other_names), args.force)
+    except NotComparable as error:
+        raise SystemExit(f"error: {error}") from error
+    tables.show(tables.of_comparison(found, args.one, args.other))
+    if args.out:
+        args.out.write_text(json.dumps(found, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 0

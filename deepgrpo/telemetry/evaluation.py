@@ -120,11 +120,21 @@ def sampling_error(problems: Sequence[np.ndarray]) -> float:
 
 
 def estimate(values: np.ndarray, rng: np.random.Generator) -> Estimate | None:
-    """Of the mean of float64[P]; NaN values do not count. None if nothing is left."""
+    """Of the mean of float64[P]; NaN values do not count. None if nothing is left.
+
+    Where all problems score 0, or all 1, no resample differs; the interval is then the exact one of a binomial share
+    (Clopper-Pearson), so that 0 of 30 does not look certain.
+    """
     values = values[~np.isnan(values)]
-    if not len(values):
+    P = len(values)
+    if not P:
         return None
-    return Estimate(float(values.mean()), standard_error(values), *interval(bootstrap_means(values, rng)), len(values))
+    low, high = interval(bootstrap_means(values, rng))
+    if low == high == 0:
+        high = 1 - ((1 - LEVEL) / 2) ** (1 / P)
+    elif low == high == 1:
+        low = ((1 - LEVEL) / 2) ** (1 / P)
+    return Estimate(float(values.mean()), standard_error(values), low, high, P)
 
 
 def unweighted_mean(parts: Sequence[np.ndarray], rng: np.random.Generator) -> Estimate | None:

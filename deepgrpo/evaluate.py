@@ -1,0 +1,252 @@
+"""Evaluates a policy: avg@n, pass@k and maj@k of every set, with their uncertainty and the protocol that they depend on.
+
+    python -m deepgrpo.evaluate --config=configs/eval_seed.py --checkpoint=runs/my-run [--best] [--out=FOLDER]
+    python -m deepgrpo.evaluate --config=configs/eval_drgrpo.py --model=models/Qwen2.5-Math-1.5B --config.seed=1
+    python -m deepgrpo.evaluate --regrade=FOLDER                      the same answers, by the present graders
+    python -m deepgrpo.evaluate compare A0,A1 B0,B1 [--force]         folders; those of an arm are its training seeds
+
+`--checkpoint` is a run's folder (its newest complete checkpoint, with --best the one that it chose) or one step's. `--model` is a
+Hugging Face folder: what to evaluate or, with --checkpoint, what the run started from. The sets are data.validation, the rest of
+the protocol is in `evaluation`, `data` and `rollout`. Killed, the same command goes on; docs/evaluation.md explains the output.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from deepgrpo import config as config_lib
+
+
+def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own flags, and what is left for the configuration."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deepgrpo.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="All further flags are --config=PATH and --config.KEY=VALUE, as of deepgrpo.train.",
+    )
+    parser.add_argument("--checkpoint", type=pathlib.Path, help="folder of a run, or of one of its steps")
+    parser.add_argument("--best", action="store_true", help="of a run, the step that it chose instead of the newest")
+    parser.add_argument("--model", type=pathlib.Path, help="Hugging Face folder")
+    parser.add_argument("--out", type=pathlib.Path, help="folder of the answers (default: evaluations/ in run_dir)")
+    parser.add_argument("--regrade", type=pathlib.Path, help="folder of an evaluation whose answers are marked again")
+    args, rest = parser.parse_known_args(argv)
+    if args.best and not args.checkpoint:
+        parser.error("--best needs --checkpoint=RUN")
+    if args.regrade and (rest or args.checkpoint or args.model or args.out):
+        parser.error("--regrade=FOLDER takes no other flag: the answers and their settings are there")
+    return args, rest
+
+
+def configure(args: argparse.Namespace, rest: list[str]):
+    """The configuration, and the step's folder if a checkpoint is evaluated; mistakes and missing files end here."""
+    step = None
+    if args.checkpoint:
+        from deepgrpo.weights import runs
+
+        step = runs.step_folder(args.checkpoint, args.best)
+    model = args.model or (runs.starting_model(step) if step else None)
+    config, _ = config_lib.from_command_line(["evaluate", *rest, *([f"--config.model.path={model}"] if model else [])])
+    if not config.data.validation:
+        raise config_lib.ConfigError("data.validation names no set to evaluate on: add --config.data.validation=NAME:PATH")
+    needed = config.copy_and_resolve_references()
+    needed.data.train, needed.data.selection, needed.teacher.enabled = (), (), False
+    config_lib.check_inputs(needed)
+    return config, step
+
+
+if __name__ == "__main__" and sys.argv[1:2] != ["compare"]:
+    ARGS, REST = arguments(sys.argv[1:])
+    CONFIG, STEP = (None, None) if ARGS.regrade else configure(ARGS, REST)
+
+import contextlib  # noqa: E402
+import hashlib  # noqa: E402
+import logging  # noqa: E402
+
+import jax  # noqa: E402
+
+from deepgrpo.data import dataset as dataset_lib  # noqa: E402
+from deepgrpo.data import readers  # noqa: E402
+from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
+from deepgrpo.learner import sharding  # noqa: E402
+from deepgrpo.loops import reasoning  # noqa: E402
+from deepgrpo.loops.base import Setting  # noqa: E402
+from deepgrpo.rewards.grade import check_sources  # noqa: E402
+from deepgrpo.rewards.service import GradingService  # noqa: E402
+from deepgrpo.rollout.engine import Sampling  # noqa: E402
+from deepgrpo.telemetry import answers as answers_lib  # noqa: E402
+from deepgrpo.telemetry import compare as compare_lib  # noqa: E402
+from deepgrpo.telemetry import evaluation_tables as tables  # noqa: E402
+from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
+from deepgrpo.telemetry.regrade import GradesTruncated, grader_version, regrade, result_of  # noqa: E402
+from deepgrpo.types import Problem, Prompt  # noqa: E402
+from deepgrpo.weights import best, fixed, runs  # noqa: E402
+from deepgrpo.weights.setup import open_engine  # noqa: E402
+
+log = logging.getLogger("deepgrpo.evaluate")  # by its name: __name__ is __main__ here
+
+LOOPS = {"reasoning": reasoning.run}
+GRADING_PATIENCE = 20  # deadlines of one answer that a chunk may wait for verdicts after its last rollout
+
+
+def main(config, step: pathlib.Path | None, out: pathlib.Path | None = None, chosen: bool = False) -> dict[str, Any]:
+    """Evaluates what `configure` returned and returns the result, which is also written and printed. chosen: by --best."""
+    if config.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    label = f"{step.parent.parent.name}-{step.name}" if step else pathlib.Path(config.model.path).name
+    out = out or pathlib.Path(config.run_dir, "evaluations", f"{config.name}-{label}-seed{config.seed}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(close_log, open_log(out))
+        return evaluate(config, step, out, stack, chosen)
+
+
+def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, chosen: bool) -> dict[str, Any]:
+    ################################################################################################################
+    #  Problems
+    ################################################################################################################
+    tokenizer = tokenizer_lib.load_tokenizer(config.model.path)
+    stop_ids = tokenizer_lib.stop_ids(config.model.path, tokenizer)
+    data, keys, rollout = config.data, config.evaluation, config.rollout
+    loaded: dict[str, list[Problem]] = {}
+    lost: dict[str, int] = {}  # rows that never became a problem
+    for spec in data.validation:
+        limits = (data.max_prompt_length, data.validation_limit)
+        loaded[spec], report = dataset_lib.load_problems(spec, tokenizer, data.template, *limits)
+        lost[spec] = report.rows - report.kept
+        log.info("data: %s", report)
+    named = {spec: [set_name(p, spec, loaded) for p in problems] for spec, problems in loaded.items()}
+    left_out = {named[spec][0]: count for spec, count in lost.items()}
+    sources = {problem.data_source for problems in loaded.values() for problem in problems}
+    check_sources(sources)
+
+    ################################################################################################################
+    #  Settings: everything that the numbers depend on
+    ################################################################################################################
+    protocol = {
+        "sets": set_digests(loaded, named),
+        "template": data.template,
+        "stop_ids": list(stop_ids),
+        "max_new_tokens": keys.max_new_tokens,
+        "max_model_len": rollout.max_model_len,
+        "truncated": keys.truncated,
+        "temperature": keys.temperature,
+        "top_p": keys.top_p,
+        "top_k": keys.top_k,
+        "n": keys.n,
+        "threshold": config.rewards.threshold,
+        "grader": grader_version(),
+        "engine": f"native, jax {jax.__version__}" if rollout.engine == "native" else "vllm",
+        "dtype": (rollout.engine == "vllm" and config.vllm.dtype) or config.model.dtype,
+    }
+    where = {"path": str(step or pathlib.Path(config.model.path).absolute()), "weights": fixed.digest(config.model.path, step)}
+    settings = {"protocol": protocol, "model": where, "seed": config.seed, "chunk": keys.chunk, "left_out": left_out}
+    settings["selection"] = selection(step, chosen, list(loaded), loaded)
+    record = answers_lib.AnswerLog(out, settings)
+
+    ################################################################################################################
+    #  Answers, chunk by chunk
+    ################################################################################################################
+    chunks = [(spec, start) for spec, problems in loaded.items() for start in range(0, len(problems), keys.chunk)]
+    missing = [(spec, start) for spec, start in chunks if f"{spec}#{start}" not in record.chunks]
+    log.info("%s: %d of %d chunks are there", out, len(chunks) - len(missing), len(chunks))
+    if missing:
+        sampling = Sampling(
+            keys.temperature, keys.top_p, keys.top_k, stop_ids, rollout.max_model_len, keys.max_new_tokens or None
+        )
+        engine = open_policy(config, step, stack, tokenizer, sampling, [p.prompt_ids for ps in loaded.values() for p in ps], out)
+        grading = stack.enter_context(GradingService(config.rewards.workers, config.rewards.deadline, sources))
+        marks = GradesTruncated(grading) if keys.truncated == "graded" else grading
+        setting = Setting(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * config.rewards.deadline)
+        for spec, start in missing:
+            part = loaded[spec][start : start + keys.chunk]
+            prompts = [Prompt(p.prompt_ids, p, keys.n, f"{spec}#{p.index}") for p in part]
+            groups = LOOPS[config.loop](setting, prompts, 0, f"evaluation:{file_of(spec)}:{start}")
+            entries = []
+            for group in groups:
+                problem = group.prompt.problem
+                texts = [reasoning.text_of(setting, rollout.completion.ids) for rollout in group.rollouts]
+                name = named[spec][problem.index]
+                entries.append(answers_lib.entry_of(group, name, f"{file_of(spec)}#{problem.index}", texts))
+            record.append(f"{spec}#{start}", entries)
+            log.info("%s: %d of %d problems answered", spec, start + len(part), len(loaded[spec]))
+
+    ################################################################################################################
+    #  Result
+    ################################################################################################################
+    entries = [entry for spec, start in chunks for entry in record.chunks[f"{spec}#{start}"]]
+    result = result_of(settings, entries)
+    answers_lib.write_result(out / answers_lib.RESULT, result)
+    tables.show(tables.of_result(result))
+    print(f"answers and result: {out}")
+    return result
+
+
+#### Parts
+
+
+def file_of(spec: str) -> str:
+    """The file of NAME:PATH, or what a generator is asked for; a name that survives a move to another folder."""
+    return spec.rpartition("/")[2] if "/" in spec else spec.partition(":")[2]
+
+
+def set_name(problem: Problem, spec: str, loaded: dict[str, list[Problem]]) -> str:
+    """The data source, which names a set in results; with its file where two files have the same source."""
+    source = problem.data_source
+    shared = sum(any(p.data_source == source for p in problems) for problems in loaded.values()) > 1
+    return f"{source} ({file_of(spec)})" if shared else source
+
+
+def set_digests(loaded: dict[str, list[Problem]], named: dict[str, list[str]]) -> dict[str, Any]:
+    """Which questions and keys every set holds, so that results on other problems are never compared."""
+    texts: dict[str, list[str]] = {}
+    for spec, problems in loaded.items():
+        for name, problem in zip(named[spec], problems, strict=True):
+            texts.setdefault(name, []).append(json.dumps([problem.question, problem.ground_truth]))
+    hashed = {name: hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12] for name, lines in texts.items()}
+    return {name: {"problems": len(texts[name]), "digest": digest} for name, digest in hashed.items()}
+
+
+def selection(step: pathlib.Path | None, chosen: bool, specs: Sequence[str], loaded: dict[str, list[Problem]]) -> dict[str, Any]:
+    """Sets that the checkpoint was chosen on, and a label if questions of one of them are evaluated here."""
+    sets = runs.selected_on(step) if step else []
+    asked = {" ".join(problem.question.split()) for problems in loaded.values() for problem in problems}
+    overlap = False
+    for spec in sets:
+        try:
+            overlap |= any(" ".join(row.question.split()) in asked for row in readers.read(spec))
+        except (OSError, ValueError):  # the file is gone: its name has to tell
+            overlap |= spec.startswith("unknown") or file_of(spec) in map(file_of, specs)
+    return {"by_score": chosen or bool(sets), "sets": sets, "label": best.LABEL if overlap else ""}
+
+
+def open_policy(config, step, stack: contextlib.ExitStack, tokenizer, sampling: Sampling, prompts, out: pathlib.Path):
+    """The engine, proven to hold the weights; the mesh is the one of `learner.mesh`."""
+    mesh = sharding.make_mesh(config.learner.mesh)
+    stack.enter_context(jax.set_mesh(mesh))
+    dtype, real, temperature = config.model.dtype, len(tokenizer), sampling.temperature or 1.0
+    model_config, params = fixed.load(pathlib.Path(config.model.path), step, dtype, mesh)
+    policy = fixed.FixedPolicy(model_config, params, dtype, real, temperature)
+    plain = Sampling(temperature, 1.0, -1, sampling.stop_ids, sampling.max_model_len)  # what log-probs are compared under
+    version = int(step.name) if step else 0
+    shape = dict(model_config=model_config, num_real_ids=real, prompts=prompts, sampling=plain, version=version, run=out)
+    engine, _ = open_engine(config, stack, learner=policy, **shape)
+    return engine
+
+
+if __name__ == "__main__":
+    try:
+        if sys.argv[1:2] == ["compare"]:
+            sys.exit(compare_lib.main(sys.argv[2:]))
+        elif ARGS.regrade:
+            result, changes = regrade(ARGS.regrade)
+            tables.show(tables.of_result(result))
+            print(changes)
+        else:
+            main(CONFIG, STEP, ARGS.out, ARGS.best)
+    except (answers_lib.OtherSettings, FileNotFoundError) as error:
+        raise SystemExit(f"error: {error}") from error

@@ -3,17 +3,18 @@
 `run` gives one command its own session, an empty standard input, a short list of environment variables, limits (`Limits`), a
 workspace, and the strongest walls that this machine can build. Which walls those are is found out once, by effect: `wall_level`.
 
-    namespaces  user, mount, PID, network, IPC and UTS namespaces of Linux >= 5.12: the code sees a read-only system, its interpreter,
-                a private /tmp and its workspace; no other process, no file of yours, no network. All processes end with it.
-    seccomp     where namespaces are forbidden (most containers): a filter of system calls (no sockets, no signals to others, no way
-                out of the process group) and Landlock (no file but the system's, the interpreter's and the workspace's).
+    namespaces  user, mount, PID, network, IPC and UTS namespaces of Linux >= 5.12: the code sees a read-only system, its
+                interpreter, a private /tmp and its workspace; no other process, no file of yours, no network. All of its
+                processes end with it.
+    seccomp     where namespaces are forbidden (most containers): a filter of system calls (no sockets, no signals to others, no
+                way out of the process group) and Landlock (no file but the system's, the interpreter's and the workspace's).
     none        limits and a clean environment, nothing else. Only if the caller allows it; otherwise `SandboxUnavailable`.
 
 What this does not protect against: a fault in the kernel, which all levels share with the code; side channels and a busy machine
-(CPU and memory are capped, memory bandwidth, disk traffic and caches are not); a workspace passed in by the caller, which the code
-may fill with as many files as it likes, links included: open nothing in it with more rights than the code had. Below `namespaces`,
-memory is limited for each process only, names of files and the machine's process table may show, and as root the interpreter must
-be readable to other users. At `none` the code can do whatever the trainer's user can.
+(CPU and memory are capped; memory bandwidth, disk traffic and caches are not); a workspace passed in by the caller, which the
+code may fill with as many files as it likes, links included: open nothing in it with more rights than the code had. Below
+`namespaces`, memory is limited for each process only, a private workspace's disk use for each file only, names of processes may
+show, and as root the interpreter must be readable to other users. At `none` the code can do whatever the trainer's user can.
 """
 
 import contextlib

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 MASKED = -1e30  # logit of a phantom id: finite, so that 0 * MASKED stays 0 in the entropy
 
 
-def target_logps(logits, targets, temperature: float, num_real_ids: int, with_entropy: bool):
+def target_logps(logits, targets, temperature: float, num_real_ids: int, with_entropy: bool, entropy_gradient: bool = False):
     """Log-probability of each target under softmax(logits / temperature) without phantom ids, and the entropy.
 
     This is the distribution that the rollout engine samples from, before top-k and top-p. Computed in the logits' own dtype.
@@ -19,7 +19,7 @@ def target_logps(logits, targets, temperature: float, num_real_ids: int, with_en
       num_real_ids: ids from here on have no token and probability 0.
 
     Returns:
-      (logp [...], entropy [...]; entropy is 0 without `with_entropy`, and carries no gradient).
+      (logp [...], entropy [...]; entropy is 0 without `with_entropy`, and carries a gradient only with `entropy_gradient`).
     """
     logits = logits / temperature
     vocabulary = jnp.arange(logits.shape[-1])
@@ -29,8 +29,9 @@ def target_logps(logits, targets, temperature: float, num_real_ids: int, with_en
     logp = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] - normaliser
     if not with_entropy:
         return logp, jnp.zeros_like(logp)
-    fixed, fixed_normaliser = jax.lax.stop_gradient((logits, normaliser))
-    entropy = fixed_normaliser - jnp.sum(jnp.exp(fixed - fixed_normaliser[..., None]) * fixed, axis=-1)
+    if not entropy_gradient:  # without it, the backward pass never sees a second array of the vocabulary's size
+        logits, normaliser = jax.lax.stop_gradient((logits, normaliser))
+    entropy = normaliser - jnp.sum(jnp.exp(logits - normaliser[..., None]) * logits, axis=-1)
     return logp, entropy
 
 
@@ -44,6 +45,7 @@ def blocked_logps(
     temperature: float,
     num_real_ids: int,
     with_entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`target_logps` of hidden states, `block` columns at a time; the backward pass recomputes each block's logits.
 
@@ -66,7 +68,8 @@ def blocked_logps(
         return jnp.moveaxis(x.reshape(B, -1, block, *x.shape[2:]), 1, 0)
 
     def work(hidden_block, target_block):
-        return target_logps(logits_of(hidden_block), target_block, temperature, num_real_ids, with_entropy)
+        logits = logits_of(hidden_block)
+        return target_logps(logits, target_block, temperature, num_real_ids, with_entropy, entropy_gradient)
 
     def skip(hidden_block, target_block):
         return (jnp.zeros((B, block), jnp.float32),) * 2

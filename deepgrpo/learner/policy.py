@@ -26,7 +26,9 @@ class Policy:
     num_real_ids: int
     block: int
 
-    def logps(self, params: Any, micro: dict[str, jax.Array], with_entropy: bool) -> tuple[jax.Array, jax.Array]:
+    def logps(
+        self, params: Any, micro: dict[str, jax.Array], with_entropy: bool, entropy_gradient: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
         """(logp, entropy) of a micro-batch's scored tokens, float32[B, T] each, from its arrays [B, T] (packing.Batch)."""
         by_row = sharding.rows(self.mesh)
         hidden, _ = self.model.apply({"params": params}, micro["tokens"], micro["positions"], micro["segments"])
@@ -42,6 +44,7 @@ class Policy:
             temperature=self.temperature,
             num_real_ids=self.num_real_ids,
             with_entropy=with_entropy,
+            entropy_gradient=entropy_gradient,
         )
 
 

@@ -11,13 +11,14 @@ from deepgrpo.learner.rows import Row
 
 # Arrays [A, B, T] of a batch. `SLOTS` fills those of scored tokens: what an array holds for a row, or for each of its tokens.
 INT_ARRAYS = ("tokens", "positions", "segments", "index", "targets", "source", "sample")
-FLOAT_ARRAYS = ("advantages", "teacher_coef", "rollout_logp")
+FLOAT_ARRAYS = ("advantages", "teacher_coef", "rollout_logp", "row_share")
 EMPTY = {"source": NO_LOSS, "rollout_logp": np.nan}  # of slots without a scored token; 0 elsewhere
 SLOTS: dict[str, Callable[[Row], Any]] = {
     "targets": lambda row: row.response_ids,
     "source": lambda row: row.source,
     "advantages": lambda row: row.advantage,
     "teacher_coef": lambda row: row.teacher_coef,
+    "row_share": lambda row: 1.0 / len(row.response_ids),
     "rollout_logp": lambda row: np.nan if row.rollout_logps is None else row.rollout_logps,
 }
 
@@ -40,7 +41,8 @@ class Batch:
       index: int32, for each scored token the column of the position that predicts it; scored tokens come first.
       targets: int32, the scored token. source: int32, its stream or NO_LOSS. sample: int32, number of its row among those of its
         packed row, from 1; 0 where there is none.
-      advantages, teacher_coef: float32. rollout_logp: float32, NaN where the engine's is not known.
+      advantages, teacher_coef: float32. row_share: float32, 1 / (scored tokens of its row).
+      rollout_logp: float32, NaN where the engine's is not known.
     used: number of micro-batches that hold anything; they come first, and the rest is never computed.
     slots: for each row of the mini-batch (a, b, start): its scored tokens are [a, b, start : start + R].
     tokens: tokens of the network's input without padding.

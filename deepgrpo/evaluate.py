@@ -14,7 +14,7 @@ import argparse
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepgrpo import config as config_lib
@@ -44,12 +44,16 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def configure(args: argparse.Namespace, rest: list[str]):
     """The configuration, and the step's folder if a checkpoint is evaluated; mistakes and missing files end here."""
-    step = None
+    step, model = None, args.model
     if args.checkpoint:
         from deepgrpo.weights import runs
+        from deepgrpo.weights.checkpoint import CheckpointError
 
-        step = runs.step_folder(args.checkpoint, args.best)
-    model = args.model or (runs.starting_model(step) if step else None)
+        try:
+            step = runs.step_folder(args.checkpoint, args.best)
+            model = args.model or runs.starting_model(step)
+        except (CheckpointError, OSError) as error:
+            raise SystemExit(f"error: {error}") from error
     config, _ = config_lib.from_command_line(["evaluate", *rest, *([f"--config.model.path={model}"] if model else [])])
     if not config.data.validation:
         raise config_lib.ConfigError("data.validation names no set to evaluate on: add --config.data.validation=NAME:PATH")
@@ -63,9 +67,11 @@ if __name__ == "__main__" and sys.argv[1:2] != ["compare"]:
     ARGS, REST = arguments(sys.argv[1:])
     CONFIG, STEP = (None, None) if ARGS.regrade else configure(ARGS, REST)
 
+import collections  # noqa: E402
 import contextlib  # noqa: E402
 import hashlib  # noqa: E402
 import logging  # noqa: E402
+import subprocess  # noqa: E402
 
 import jax  # noqa: E402
 
@@ -93,8 +99,8 @@ LOOPS = {"reasoning": reasoning.run}
 GRADING_PATIENCE = 20  # deadlines of one answer that a chunk may wait for verdicts after its last rollout
 
 
-def main(config, step: pathlib.Path | None, out: pathlib.Path | None = None, chosen: bool = False) -> dict[str, Any]:
-    """Evaluates what `configure` returned and returns the result, which is also written and printed. chosen: by --best."""
+def main(config, step: pathlib.Path | None, out: pathlib.Path | None = None) -> dict[str, Any]:
+    """Evaluates what `configure` returned and returns the result, which is also written and printed."""
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
@@ -102,10 +108,10 @@ def main(config, step: pathlib.Path | None, out: pathlib.Path | None = None, cho
     out = out or pathlib.Path(config.run_dir, "evaluations", f"{config.name}-{label}-seed{config.seed}")
     with contextlib.ExitStack() as stack:
         stack.callback(close_log, open_log(out))
-        return evaluate(config, step, out, stack, chosen)
+        return evaluate(config, step, out, stack)
 
 
-def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, chosen: bool) -> dict[str, Any]:
+def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     ################################################################################################################
     #  Problems
     ################################################################################################################
@@ -119,10 +125,10 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, chose
         loaded[spec], report = dataset_lib.load_problems(spec, tokenizer, data.template, *limits)
         lost[spec] = report.rows - report.kept
         log.info("data: %s", report)
-    named = {spec: [set_name(p, spec, loaded) for p in problems] for spec, problems in loaded.items()}
+    files = collections.Counter(source for problems in loaded.values() for source in {p.data_source for p in problems})
+    named = {spec: [set_name(p.data_source, spec, files) for p in problems] for spec, problems in loaded.items()}
     left_out = {named[spec][0]: count for spec, count in lost.items()}
-    sources = {problem.data_source for problems in loaded.values() for problem in problems}
-    check_sources(sources)
+    check_sources(files)
 
     ################################################################################################################
     #  Settings: everything that the numbers depend on
@@ -139,13 +145,14 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, chose
         "top_k": keys.top_k,
         "n": keys.n,
         "threshold": config.rewards.threshold,
+        "loop": config.loop,
         "grader": grader_version(),
-        "engine": f"native, jax {jax.__version__}" if rollout.engine == "native" else "vllm",
+        "engine": engine_version(config),
         "dtype": (rollout.engine == "vllm" and config.vllm.dtype) or config.model.dtype,
     }
     where = {"path": str(step or pathlib.Path(config.model.path).absolute()), "weights": fixed.digest(config.model.path, step)}
     settings = {"protocol": protocol, "model": where, "seed": config.seed, "chunk": keys.chunk, "left_out": left_out}
-    settings["selection"] = selection(step, chosen, list(loaded), loaded)
+    settings["selection"] = selection(step, loaded)
     record = answers_lib.AnswerLog(out, settings)
 
     ################################################################################################################
@@ -159,7 +166,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, chose
             keys.temperature, keys.top_p, keys.top_k, stop_ids, rollout.max_model_len, keys.max_new_tokens or None
         )
         engine = open_policy(config, step, stack, tokenizer, sampling, [p.prompt_ids for ps in loaded.values() for p in ps], out)
-        grading = stack.enter_context(GradingService(config.rewards.workers, config.rewards.deadline, sources))
+        grading = stack.enter_context(GradingService(config.rewards.workers, config.rewards.deadline, set(files)))
         marks = GradesTruncated(grading) if keys.truncated == "graded" else grading
         setting = Setting(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * config.rewards.deadline)
         for spec, start in missing:
@@ -194,11 +201,9 @@ def file_of(spec: str) -> str:
     return spec.rpartition("/")[2] if "/" in spec else spec.partition(":")[2]
 
 
-def set_name(problem: Problem, spec: str, loaded: dict[str, list[Problem]]) -> str:
-    """The data source, which names a set in results; with its file where two files have the same source."""
-    source = problem.data_source
-    shared = sum(any(p.data_source == source for p in problems) for problems in loaded.values()) > 1
-    return f"{source} ({file_of(spec)})" if shared else source
+def set_name(source: str, spec: str, files: Mapping[str, int]) -> str:
+    """The data source, which names a set in results; with its file where several files have it."""
+    return f"{source} ({file_of(spec)})" if files[source] > 1 else source
 
 
 def set_digests(loaded: dict[str, list[Problem]], named: dict[str, list[str]]) -> dict[str, Any]:
@@ -211,7 +216,7 @@ def set_digests(loaded: dict[str, list[Problem]], named: dict[str, list[str]]) -
     return {name: {"problems": len(texts[name]), "digest": digest} for name, digest in hashed.items()}
 
 
-def selection(step: pathlib.Path | None, chosen: bool, specs: Sequence[str], loaded: dict[str, list[Problem]]) -> dict[str, Any]:
+def selection(step: pathlib.Path | None, loaded: dict[str, list[Problem]]) -> dict[str, Any]:
     """Sets that the checkpoint was chosen on, and a label if questions of one of them are evaluated here."""
     sets = runs.selected_on(step) if step else []
     asked = {" ".join(problem.question.split()) for problems in loaded.values() for problem in problems}
@@ -220,8 +225,18 @@ def selection(step: pathlib.Path | None, chosen: bool, specs: Sequence[str], loa
         try:
             overlap |= any(" ".join(row.question.split()) in asked for row in readers.read(spec))
         except (OSError, ValueError):  # the file is gone: its name has to tell
-            overlap |= spec.startswith("unknown") or file_of(spec) in map(file_of, specs)
-    return {"by_score": chosen or bool(sets), "sets": sets, "label": best.LABEL if overlap else ""}
+            overlap |= spec.startswith("unknown") or file_of(spec) in map(file_of, loaded)
+    return {"sets": sets, "label": best.LABEL if overlap else ""}
+
+
+def engine_version(config) -> str:
+    if config.rollout.engine == "native":
+        return f"native, jax {jax.__version__}"
+    if config.vllm.attach:
+        return "vllm of attached servers"
+    code = "import importlib.metadata; print(importlib.metadata.version('vllm'))"
+    asked = subprocess.run([config.vllm.python, "-c", code], capture_output=True, text=True, timeout=60)
+    return f"vllm {asked.stdout.strip() or 'of unknown version'}"
 
 
 def open_policy(config, step, stack: contextlib.ExitStack, tokenizer, sampling: Sampling, prompts, out: pathlib.Path):
@@ -247,6 +262,6 @@ if __name__ == "__main__":
             tables.show(tables.of_result(result))
             print(changes)
         else:
-            main(CONFIG, STEP, ARGS.out, ARGS.best)
+            main(CONFIG, STEP, ARGS.out)
     except (answers_lib.OtherSettings, FileNotFoundError) as error:
         raise SystemExit(f"error: {error}") from error

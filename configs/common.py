@@ -37,7 +37,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.batch_size = 128  # dataset prompts a step
     config.data.max_prompt_length = 512  # tokens after templating; longer prompts are filtered out and counted
     config.data.template = "chat"  # how a question becomes prompt ids: data/templates.py
-    config.data.allow_overlap = False  # training questions that are also in the validation sets are refused
+    config.data.allow_overlap = False  # refuse training questions that are also held-out ones (data/contamination.py)
     config.data.shuffle = True  # a fresh order every epoch, a function of (seed, epoch)
     config.data.limit = 0  # keep only the first so many training rows; 0: all
     config.data.validation_limit = 0  # keep only the first so many rows of each validation set; 0: all

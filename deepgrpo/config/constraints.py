@@ -13,12 +13,12 @@ STEP_CHECKED = ("carry_chain", "arithmetic")  # data sets whose grader reports h
 GENERATED = ("carry_chain", "arithmetic")  # data sets that come from a generator, not from a file
 ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
 
-READERS = ("gsm8k", "math", "aime24", "amc", "minerva", "olympiad_bench", "verl", *GENERATED)  # NAME of "NAME:PATH"
+READERS = ("gsm8k", "math", "aime24", "amc", "minerva", "olympiad_bench", "deepscaler", "verl", *GENERATED)  # NAME of "NAME:PATH"
 
 CHOICES = {
     "model.dtype": ("bfloat16", "float32"),
     "model.remat": ("none", "dots", "full"),
-    "data.template": ("chat", "gsm8k", "math_boxed", "qwen_math", "r1", "none", "few_shot_arithmetic"),
+    "data.template": ("chat", "gsm8k", "math_boxed", "qwen_math", "qwen_chat", "r1", "none", "few_shot_arithmetic"),
     "rollout.engine": ("native", "vllm"),
     "vllm.dtype": ("", "bfloat16", "float32"),
     "weights.route": ("orbax", "direct"),

@@ -3,15 +3,20 @@
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from deepgrpo.data import readers, templates
+from deepgrpo.data.contamination import overlap
 from deepgrpo.data.tokenizer import Tokenizer
 from deepgrpo.types import Ids, Problem
 
+log = logging.getLogger(__name__)
+
+NAMED = 5  # overlapping questions that the log shows
 PURPOSE = 0x0D47A  # keeps the order's random stream apart from all others of the same seed
 
 
@@ -80,9 +85,21 @@ def _prompt_ids(row: readers.Row, tokenizer: Tokenizer, template: str, spec: str
 
 
 def contamination(train: Sequence[Problem], held_out: Sequence[Problem]) -> int:
-    """Number of held-out problems whose question, white space folded, is also a training question."""
-    known = {" ".join(problem.question.split()) for problem in train}
-    return sum(" ".join(problem.question.split()) in known for problem in held_out)
+    """Number of held-out problems whose question is also a training question, spelled or worded alike (`contamination.overlap`).
+
+    The first few go to the log, so that it can be judged what is refused or allowed.
+    """
+    found = overlap([problem.question for problem in train], [problem.question for problem in held_out]).found
+    for held, row in found[:NAMED]:
+        log.warning(
+            "data: held-out %s question %r is also training question %r",
+            held_out[held].data_source,
+            held_out[held].question[:200],
+            train[row].question[:200],
+        )
+    if len(found) > NAMED:
+        log.warning("data: and %d more held-out questions", len(found) - NAMED)
+    return len(found)
 
 
 class Dataset:

@@ -9,7 +9,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deepgrpo.data import arithmetic, carry_chain, tables
+from deepgrpo.data import arithmetic, carry_chain, repair, tables
+
+KEYLESS = frozenset({"dabstep"})  # sources whose answers are not public, so that an empty key is no defect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ def boxed(data_source: str) -> Callable[[str], list[Row]]:
         return [
             Row(
                 row["problem"],
-                accepted(row["answer"]),
+                repair.keys(row["answer"]),
                 data_source,
                 {name: row[name] for name in extras if row.get(name) is not None},
             )
@@ -59,23 +61,23 @@ def boxed(data_source: str) -> Callable[[str], list[Row]]:
     return read
 
 
-def accepted(answer: Any) -> list[str] | None:
-    """The accepted answers as stripped texts, or None if one is empty or "None": the traces of a broken extraction."""
-    keys = [str(key).strip() for key in (answer if isinstance(answer, list) else [answer])]
-    return None if not keys or any(key in ("", "None") for key in keys) else keys
-
-
 def verl(path: str) -> list[Row]:
-    """verl's columns: `prompt` (chat messages), `reward_model` with `ground_truth`, `data_source`, perhaps `extra_info`."""
+    """verl's columns: `prompt` (chat messages), `reward_model` with `ground_truth`, `data_source`, perhaps `extra_info`.
+
+    What else `reward_model` holds (expected_file, gold_result, ...), and `agent_name`, are found in `extra`.
+    """
     rows = []
     for number, row in enumerate(tables.read(path, ("prompt", "reward_model", "data_source"))):
-        messages, key = row["prompt"], (row["reward_model"] or {}).get("ground_truth")
+        messages, reward = row["prompt"], dict(row["reward_model"] or {})
+        key = reward.pop("ground_truth", None)
         if not isinstance(messages, list) or not messages or any({"role", "content"} - message.keys() for message in messages):
             raise ValueError(
                 f"data: {path}, row {number}: prompt must be a list of messages with role and content, got {messages!r}"
             )
-        unusable = key is None or (isinstance(key, str | list) and accepted(key) is None)
-        extra = json.loads(json.dumps(row.get("extra_info") or {}, default=str))
+        unusable = key is None or (isinstance(key, str | list) and repair.keys(key) is None and row["data_source"] not in KEYLESS)
+        extra = (row.get("extra_info") or {}) | {name: value for name, value in reward.items() if name != "style"}
+        extra |= {"agent_name": row["agent_name"]} if row.get("agent_name") else {}
+        extra = json.loads(json.dumps(extra, default=str))
         question = next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
         rows.append(Row(question, None if unusable else key, row["data_source"], extra, messages))
     return rows
@@ -111,6 +113,7 @@ READERS: dict[str, Callable[[str], list[Row]]] = {
     "amc": boxed("AMC"),
     "minerva": boxed("Minerva"),
     "olympiad_bench": boxed("OlympiadBench"),
+    "deepscaler": boxed("DeepScaleR"),
     "verl": verl,
     "carry_chain": carry_chains,
     "arithmetic": sums,
@@ -123,7 +126,13 @@ def read(spec: str) -> list[Row]:
     Raises:
       ValueError: no such reader; names the known ones.
     """
-    name, colon, argument = spec.partition(":")
-    if name not in READERS or not colon or not argument:
-        raise ValueError(f"data: {spec!r} is not NAME:PATH (or NAME:SPLIT:COUNT) with NAME one of {', '.join(READERS)}")
+    check(spec)
+    name, _, argument = spec.partition(":")
     return READERS[name](argument)
+
+
+def check(spec: str) -> None:
+    """Raises ValueError unless `spec` is NAME:... with the name of a reader."""
+    name, _, argument = spec.partition(":")
+    if name not in READERS or not argument:
+        raise ValueError(f"data: {spec!r} is not NAME:PATH (or NAME:SPLIT:COUNT) with NAME one of {', '.join(READERS)}")

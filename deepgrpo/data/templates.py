@@ -2,7 +2,7 @@
 
 "chat", "gsm8k" and "math_boxed" go through the tokenizer's own chat template, which may add a system message of its own; the
 others are written out here. "gsm8k" and "math_boxed" append the instruction that verl's converters put behind these questions, as
-DEEP-GRPO does. "qwen_math" and "r1" are the prompts of Dr. GRPO's evaluation.
+DEEP-GRPO does. "qwen_math", "r1" and "none" are the prompts of Dr. GRPO's evaluation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +12,7 @@ from deepgrpo.types import Ids
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 BOXED_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 QWEN_MATH_SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
 R1_PREAMBLE = (
     "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant first "
@@ -31,7 +32,7 @@ def messages_prompt(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer)
     if not tokenizer.chat_template:
         raise ValueError(
             "the tokenizer has no chat template (chat_template in tokenizer_config.json or chat_template.jinja). "
-            "Add one, or set data.template to qwen_math, r1 or none"
+            "Add one, or set data.template to qwen_math, qwen_chat, r1 or none"
         )
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     return encode_prompt(text, tokenizer)
@@ -51,6 +52,11 @@ def math_boxed(question: str, tokenizer: Tokenizer) -> Ids:
 
 def qwen_math(question: str, tokenizer: Tokenizer) -> Ids:
     return encode_prompt(_turn("system", QWEN_MATH_SYSTEM) + _turn("user", question) + "<|im_start|>assistant\n", tokenizer)
+
+
+def qwen_chat(question: str, tokenizer: Tokenizer) -> Ids:
+    """What the chat template of the Qwen2.5-Instruct models makes of a bare question, for tokenizers that have another one."""
+    return encode_prompt(_turn("system", QWEN_SYSTEM) + _turn("user", question) + "<|im_start|>assistant\n", tokenizer)
 
 
 def r1(question: str, tokenizer: Tokenizer) -> Ids:
@@ -76,6 +82,7 @@ TEMPLATES: dict[str, Callable[[str, Tokenizer], Ids]] = {
     "gsm8k": gsm8k,
     "math_boxed": math_boxed,
     "qwen_math": qwen_math,
+    "qwen_chat": qwen_chat,
     "r1": r1,
     "none": none,
     "few_shot_arithmetic": few_shot_arithmetic,

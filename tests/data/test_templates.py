@@ -16,6 +16,8 @@ EXPECTED = {
     + OPEN,
     "qwen_math": "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
     "<|im_start|>user\n1+1?<|im_end|>\n" + OPEN,
+    "qwen_chat": "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n1+1?<|im_end|>\n" + OPEN,
     "none": "1+1?",
     "few_shot_arithmetic": "<|im_start|>user\n4 + 5 + 3 = ?<|im_end|>\n"
     "<|im_start|>assistant\n4 + 5 = 9\n9 + 3 = 12\n#### 12<|im_end|>\n"

@@ -25,6 +25,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.validation = ("math:data/math500.jsonl", *(f"{name}:data/{name}.jsonl" for name in BENCHMARKS))
     config.data.template = "math_boxed"  # the question and "Let's think step by step ...", through the model's chat template
     config.data.origin = "take math_lvl3to5_8k and the evaluation suite of the Dr. GRPO repository (understand-r1-zero)"
+    config.data.allow_overlap = True  # as released: 1 problem of MATH500 and 6 of OlympiadBench are training problems too
     config.data.max_prompt_length = 1024
     config.rollout.max_model_len = 4096
     config.curriculum.injection_ratio = 0.25  # 32 states on top of 128 prompts: 1280 rollouts a step

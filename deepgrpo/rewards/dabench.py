@@ -13,7 +13,7 @@ from deepgrpo.types import Grade
 
 TOLERANCE = 1e-6  # absolute
 MAX_VALUE = 2_000  # characters
-LEAK = re.compile(r"<\s*/?\s*answer\b|@\w+\[", re.IGNORECASE)
+LEAK = r"<\s*/?\s*answer\b|@\w+\["  # of a prefix that states an answer, or begins to
 
 _FIELD = re.compile(r"@(\w+)\[")
 _SHORT_FIELD = re.compile(r"@(\w+)\[([^\]]*)\]")

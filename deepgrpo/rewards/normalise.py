@@ -105,16 +105,12 @@ def words(text: str) -> frozenset[str]:
     """
     folded = _THOUSANDS.sub("", with_iso_dates(fold(text)))
     folded = re.sub(r"(?<=\d) ?- ?(?=\d)", "-", folded).replace("%", " percent ").replace("&", " and ")
-    kept = {match.start() for match in _MEANS_SOMETHING.finditer(folded)} | {
-        m.end() - 1 for m in _MEANS_SOMETHING.finditer(folded)
-    }
-    spellings = []
+    kept = {at for match in _MEANS_SOMETHING.finditer(folded) for at in range(*match.span())}
+    spellings = set()
     for gap in ("", " "):
-        plain = _PUNCTUATION.sub(
-            lambda m, gap=gap: m.group() if m.start() in kept or _is_mark(m.group()) else gap, folded
-        ).split()
-        spellings.append(" ".join(w for i, w in enumerate(plain) if w not in _ARTICLES or i == len(plain) - 1))
-    return frozenset(spelling or folded for spelling in spellings)
+        plain = _PUNCTUATION.sub(lambda m, gap=gap: m[0] if m.start() in kept or _is_mark(m[0]) else gap, folded).split()
+        spellings.add(" ".join(w for i, w in enumerate(plain) if w not in _ARTICLES or i == len(plain) - 1) or folded)
+    return frozenset(spellings)
 
 
 def _is_mark(char: str) -> bool:

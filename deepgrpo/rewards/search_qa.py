@@ -15,7 +15,7 @@ from deepgrpo.rewards import normalise
 from deepgrpo.rewards.answer import Answer, own_words
 from deepgrpo.types import Grade
 
-LEAK = re.compile(r"<\s*/?\s*answer\b", re.IGNORECASE)  # a locked prefix with this has stated an answer, or has begun to
+LEAK = r"<\s*/?\s*answer\b"  # whatever the case: a locked prefix with this has stated an answer, or has begun to
 
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
 _NEXT = {  # state between tags: what may open
@@ -60,10 +60,8 @@ def grade(answer: Answer, training: Levels = TRAINING, validation: Levels = VALI
     right = found is not None and any(normalise.same(key, found, normalise.Rules()) for key in golden)
     levels = validation if answer.validation else training
     hit = levels.retrieved > 0 and valid and retrieved(response, golden)
-    reward = _reward(levels, found is not None, right, valid, hit)
-    return Grade(
-        reward, found is not None, "right" if right else "unformatted" if found is None else "wrong", (found or "")[:200]
-    )
+    reason = "right" if right else "unformatted" if found is None else "wrong"
+    return Grade(_reward(levels, found is not None, right, valid, hit), found is not None, reason, (found or "")[:200])
 
 
 def _reward(levels: Levels, answered: bool, right: bool, valid: bool, hit: bool) -> float:
@@ -152,15 +150,13 @@ def grade_strict_reference(answer: Answer) -> Grade:
     levels = VALIDATION if answer.validation else TRAINING
     text = answer.transcript
     found = pairs(text, "<answer>", "</answer>")
-    golden = [_plain(str(key)) for key in _listed(answer.ground_truth)]
+    golden = [without_punctuation(str(key)) for key in _listed(answer.ground_truth)]
     header = min(((text.find(h), h) for h in _ASSISTANT if h in text), default=None)
     valid = header is not None and valid_structure(text[header[0] + len(header[1]) :])
     answered = len(found) > _PROMPT_PAIRS
-    right = answered and _plain(found[-1]) in golden
-    reward = _reward(levels, answered, right, valid, False)
-    return Grade(
-        reward, right, "right" if right else "wrong" if answered else "unformatted", found[-1].strip()[:200] if answered else ""
-    )
+    right = answered and without_punctuation(found[-1]) in golden
+    reason = "right" if right else "wrong" if answered else "unformatted"
+    return Grade(_reward(levels, answered, right, valid, False), right, reason, found[-1].strip()[:200] if answered else "")
 
 
 def pairs(text: str, opening: str, closing: str) -> list[str]:
@@ -176,7 +172,7 @@ def _listed(ground_truth: str | Sequence[str]) -> Sequence[str]:
     return ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
 
 
-def _plain(text: str) -> str:
+def without_punctuation(text: str) -> str:
     """Lower case, without ASCII punctuation, articles and extra spaces."""
     text = re.sub(r"[!-/:-@\[-`{-~]", "", text.lower())
     return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", text).split())

@@ -15,7 +15,7 @@ from deepgrpo.rewards import latex, normalise
 from deepgrpo.rewards.answer import Answer, own_words
 from deepgrpo.types import Grade
 
-LEAK = re.compile(r"<\s*/?\s*answer\b|\banswer\b[\s*_]{0,4}[:\uff1a]|\banswer\s+is\b", re.IGNORECASE)
+LEAK = r"<\s*/?\s*answer\b|\banswer\b[\s*_]{0,4}[:\uff1a]|\banswer\s+is\b"  # of a prefix that states an answer, or begins to
 
 PLAIN = normalise.Rules(bare_units=True)
 RULES = {

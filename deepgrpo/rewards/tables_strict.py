@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable
 
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.search_qa import pairs
+from deepgrpo.rewards.search_qa import pairs, without_punctuation
 from deepgrpo.types import Grade
 
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?|[-+]?\.\d+")
@@ -95,13 +95,7 @@ def _cleaned(text: str) -> str:
 
 
 def _same_words(key: str, found: str) -> bool:
-    return _plain(key) == _plain(found)
-
-
-def _plain(text: str) -> str:
-    """Lower case, without ASCII punctuation, articles and extra spaces."""
-    text = re.sub(r"[!-/:-@\[-`{-~]", "", text.lower())
-    return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", text).split())
+    return without_punctuation(key) == without_punctuation(found)
 
 
 #### multihiertt

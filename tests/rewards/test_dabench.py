@@ -1,5 +1,7 @@
 """DABench: named values, and the reference's verdicts."""
 
+import re
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -64,7 +66,7 @@ def test_values(key, same, other):
 def test_keys_and_prefixes():
     right = "<Answer>@mean[29.7]@count[891]</Answer>"
     assert graded("", prefix=right).reward == 0
-    assert dabench.LEAK.search(right) and dabench.LEAK.search("@mean[") and not dabench.LEAK.search("me@mean.org")
+    assert re.search(dabench.LEAK, "@mean[") and not re.search(dabench.LEAK, "me@mean.org")
     for nothing in ([], None, "29.7", [["mean"]]):
         assert graded(right, nothing).reward is None
     assert graded("<Answer>@x[[1, 2]]</Answer>", [["x", [1, 2]]]).reward == 1

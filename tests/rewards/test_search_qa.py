@@ -1,6 +1,8 @@
 """Search questions: which answer counts, structure, reward levels, and the reference's verdicts."""
 
 import dataclasses
+import re
+import unicodedata
 
 import hypothesis
 import hypothesis.strategies as st
@@ -73,7 +75,7 @@ def test_a_prefix_is_part_of_the_structure_but_earns_nothing(cut):
     assert graded(GOOD[cut:], prefix=GOOD[:cut]).reward == 1.0
     assert graded("", prefix=GOOD).reward == 0.0
     assert graded("Danube</answer>", prefix=GOOD.removesuffix("Danube</answer>")).answer == ""
-    assert search_qa.LEAK.search(GOOD) and not search_qa.LEAK.search(GOOD[: GOOD.index("<answer>")])
+    assert re.search(search_qa.LEAK, GOOD) and not re.search(search_qa.LEAK, GOOD[: GOOD.index("<answer>")])
 
 
 def test_retrieval_bonus_and_keys():
@@ -110,6 +112,20 @@ def test_any_text_has_a_verdict(text):
         assert 0.0 <= grade.reward <= 1.0 and grade.completed == bool(grade.answer)
         strict = search_qa.grade_strict_reference(Answer("hotpotqa", text, text, text, "stop", ["Danube"], validation=validation))
         assert 0.0 <= strict.reward <= 1.0
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(st.text(st.characters(categories=["Lu", "Ll", "Nd"]), min_size=1, max_size=12), st.sampled_from("aeiou"))
+def test_case_accents_articles_and_punctuation_do_not_matter(word, vowel):
+    key = f"{word} b{vowel}x"
+    for text in (
+        f"the {key}.",
+        f'"{word}, b{vowel}x"',
+        f"{word}\u2009B{vowel.upper()}\u0301X",
+        unicodedata.normalize("NFKC", key),
+    ):
+        assert graded(f"<answer>{text}</answer>", [key], validation=True).reward == 1
+    assert graded(f"<answer>{word} b{vowel}xx</answer>", [key], validation=True).reward == 0
 
 
 @pytest.mark.parametrize("piece", [*TAGS, "<answer>x", "<answer></think>", "a ", "<", "\u00e9", "1,", "may 1 "])

@@ -49,6 +49,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.top_p = 1.0  # only 1: the learner's log-probs are of the whole distribution
     config.rollout.top_k = -1  # only -1 (off), likewise
     config.rollout.max_model_len = 1024  # tokens of prompt plus response
+    config.rollout.dynamic_sampling = 0  # most rounds of further prompts until batch_size groups have a contrast; 0: off
+    config.rollout.dynamic_on_cap = "train"  # with too few of them after the last round: train (on what there is) | skip
     config.rollout.slots = 128  # native engine: sequences decoded at once
     config.rollout.decode_steps = 16  # native engine: tokens a slot decodes between two looks of the scheduler
     config.rollout.max_staleness = (
@@ -106,6 +108,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.curriculum.injection_ratio = 0.25  # hard states a step, as a fraction of data.batch_size; (0, 1]
     config.curriculum.injection_mode = "add"  # add: on top of the dataset prompts (the method) | replace: in their place
     config.curriculum.rollout_n = 0  # rollouts an injected state; 0: rollout.n
+    config.curriculum.teacher_rows = True  # the teacher's continuation of an injected state is a row, if its loss is not null
     config.curriculum.min_remaining_tokens = 32  # a state must leave room for so many response tokens
     config.curriculum.failures = "all"  # of a group's failures send to the teacher: all | longest_prefix (the longest right one)
     config.curriculum.max_events_per_parent = 0  # newest waiting failures kept a state; 0: no bound (the reference)
@@ -143,13 +146,34 @@ def get_config() -> ml_collections.ConfigDict:
     config.teacher.breaker_seconds = 30.0  # until an open breaker lets one request try again
 
     config.objective = section()
-    config.objective.advantage = "group_mean"  # r - mean(group) | grpo_std: divided by the group's standard deviation
+    config.objective.advantage = "group_mean"  # r - mean(group) | grpo_std: over the group's deviation | rloo: r - mean(others)
+    config.objective.whiten = False  # advantages to mean 0 and deviation 1 over a stream's tokens
+    config.objective.zero_gradient_rows = "drop"  # rows of groups without contrast: drop | keep (KL and denominators count them)
+    config.objective.overlong = "none"  # answers cut by max_model_len: none (failures) | mask (as if without a verdict) | soft
+    config.objective.overlong_buffer = 0  # soft: the reward falls linearly over so many tokens below max_model_len
+    config.objective.overlong_penalty = 1.0  # soft: by how much it has fallen at the end
+    config.objective.ratio = "token"  # of policy and old policy: token | sequence (GSPO) | sequence_token (GSPO-token)
     config.objective.clip_low = 0.2  # ratio clipped below 1 - clip_low
     config.objective.clip_high = 0.28  # and above 1 + clip_high
     config.objective.clip_c = 3.0  # dual clip: loss of a negative advantage is at most -A * clip_c; > 1
+    config.objective.sequence_clip_low = 3e-4  # clip_low of ratios of sequences
+    config.objective.sequence_clip_high = 4e-4  # clip_high of ratios of sequences
+    config.objective.aggregation = "token_mean"  # over a mini-batch: token_mean | sequence_mean | dr_grpo
+    config.objective.length_constant = 0  # dr_grpo: tokens that every row's sum is divided by; > 0
     config.objective.kl_coef = 1e-4  # weight of the KL penalty to the initial policy; 0: no reference pass
-    config.objective.kl_type = "low_var_kl"  # low_var_kl (k3) | kl (k1) | abs | mse (k2)
-    config.objective.teacher_loss = "null"  # null: teacher tokens carry no gradient
+    config.objective.kl_type = "low_var_kl"  # low_var_kl = k3 | kl = k1 | mse = k2 | abs | off: as kl_coef=0
+    config.objective.kl_stop = 0.0  # KL to the old policy above which a step's further optimizer steps are void; 0: off
+    config.objective.entropy_coef = 0.0  # weight of the entropy bonus of student tokens; 0: no entropy gradient
+    config.objective.branch_lambda = 1.0  # weight of branch tokens
+    config.objective.teacher_loss = "null"  # of teacher tokens: null (no gradient) | sft | luffy | snis
+    config.objective.teacher_update = "joint"  # joint: in the PPO steps | post_ppo: in steps of their own (optim.teacher)
+    config.objective.teacher_reduction = "mixed_token_mean"  # one mean with student tokens | separate_stream_mean: a mean each
+    config.objective.teacher_coef = 1.0  # separate_stream_mean: weight of the teacher's mean
+    config.objective.auto_teacher_coef = False  # times a running ratio of the students' part of the loss to the teacher's
+    config.objective.auto_coef_init = 0.1  # its first value
+    config.objective.auto_coef_decay = 0.9  # what of it a mini-batch keeps
+    config.objective.luffy_gamma = 0.1  # luffy: a token of probability p weighs p / (p + gamma)
+    config.objective.snis_beta = 1.0  # snis: temperature of the weights exp(advantage / beta)
     config.objective.tis_cap = (
         0.0  # truncated importance weight of student tokens, min(p_old / p_rollout, cap); 0: off (released)
     )
@@ -163,6 +187,13 @@ def get_config() -> ml_collections.ConfigDict:
     config.optim.eps = 1e-8
     config.optim.weight_decay = 0.01  # decoupled, on all parameters
     config.optim.grad_clip = 1.0  # global norm
+    config.optim.teacher = section()  # AdamW of objective.teacher_update=post_ppo: moments of its own, a constant rate
+    config.optim.teacher.lr = -1.0  # -1: optim.lr
+    config.optim.teacher.weight_decay = -1.0  # -1: optim.weight_decay
+    config.optim.teacher.b1 = -1.0  # -1: optim.b1
+    config.optim.teacher.b2 = -1.0  # -1: optim.b2
+    config.optim.teacher.mini_batch_rows = 64  # teacher rows of an optimizer step
+    config.optim.teacher.allow_partial = False  # True: rows that fill no mini-batch are trained in a smaller one
     config.optim.mini_batch_prompts = 16  # times rollout.n: rows an optimizer step
     config.optim.ppo_epochs = 1  # passes over a step's rows
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from deepgrpo.config import objective_rules
+
 STEP_CHECKED = ("carry_chain", "arithmetic")  # data sets whose grader reports how much of a wrong answer was right
 GENERATED = ("carry_chain", "arithmetic")  # data sets that come from a generator, not from a file
 ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
@@ -31,9 +33,7 @@ CHOICES = {
     "teacher.enable_thinking": ("true", "false", "unset"),
     "teacher.oracle": ("carry_chain", "arithmetic", "solutions"),
     "teacher.splice": ("text", "tokens"),
-    "objective.advantage": ("group_mean", "grpo_std"),
-    "objective.kl_type": ("low_var_kl", "kl", "abs", "mse"),
-    "objective.teacher_loss": ("null",),
+    **objective_rules.CHOICES,
     "optim.schedule": ("constant", "cosine"),
     "evaluation.truncated": ("zero", "graded"),
     "checkpoint.resume": ("auto", "never"),
@@ -100,11 +100,7 @@ RANGES = {  # key: interval of its value or of each element
     "teacher.completion_price": "[0, inf)",
     "teacher.breaker_failures": "[1, inf)",
     "teacher.breaker_seconds": "(0, inf)",
-    "objective.clip_low": "(0, 1)",
-    "objective.clip_high": "(0, inf)",
-    "objective.clip_c": "(1, inf)",
-    "objective.kl_coef": "[0, inf)",
-    "objective.tis_cap": "[0, inf)",
+    **objective_rules.RANGES,
     "optim.lr": "(0, inf)",
     "optim.warmup_steps": "[0, inf)",
     "optim.b1": "[0, 1)",
@@ -168,6 +164,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
     return (
         size_rules(config)
         + distribution_rules(config)
+        + objective_rules.rules(config)
         + reward_rules(config)
         + evaluation_rules(config)
         + (vllm_rules(config) if config.rollout.engine == "vllm" else [])

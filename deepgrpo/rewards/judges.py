@@ -1,0 +1,233 @@
+"""Judges: language models behind an OpenAI-compatible endpoint that mark what no rule can.
+
+A judge's reply is parsed strictly; what can't be parsed is asked again at the next temperature. A judge that can't be reached,
+gives nothing usable, or has used up its budget gives *no verdict* (`NoVerdict`): its failure says nothing about the answer.
+"""
+
+import collections
+import contextlib
+import json
+import math
+import pathlib
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_collections
+
+from deepgrpo.endpoint.cache import ReplyCache
+from deepgrpo.endpoint.client import Client, extra_body
+from deepgrpo.endpoint.errors import EndpointError
+from deepgrpo.rewards.judge_prompts import render
+
+CLIENT_KEYS = (
+    *("api_key_env", "temperatures", "attempts_per_temperature", "timeout", "deadline", "max_tokens", "max_concurrent"),
+    *("token_budget", "money_budget", "prompt_price", "completion_price", "breaker_failures", "breaker_seconds"),
+)
+
+REPORT_QUALITY = ("task_fulfillment", "richness", "soundness", "visualization", "readability")
+REPORT_SOUNDNESS = {  # weights
+    **dict.fromkeys(("faithfulness", "instruction_answering", "analytical_depth", "process_coherence"), 2.0),
+    "visualization": 1.0,
+}
+
+_FENCE = re.compile(r"```[ \t]*([\w-]*)[ \t]*\n?(.*?)```", re.DOTALL)
+_FINAL_SCORE = re.compile(r"final score[*_`]*\s*[:\uff1a][ \t*_`]*([^\n]*)", re.IGNORECASE)
+_SCORE = re.compile(r"^[ \t#*_`]*score[*_`]*\s*[:\uff1a][ \t*_`]*([^\n]*)", re.IGNORECASE | re.MULTILINE)
+
+
+class NoVerdict(Exception):
+    """The judge gave none. `kind`: a short code for metrics (rate_limit, timeout, budget_exhausted, unparsed, ...)."""
+
+    def __init__(self, kind: str, detail: str):
+        super().__init__(detail)
+        self.kind = kind
+
+
+#### Parsers: each returns the mark, or raises ValueError for a reply to be asked for again
+
+
+def parse_answer_correctness(reply: str) -> float:
+    """0.0 or 1.0: the number after the last "Final Score:"."""
+    number = re.match(r"[-+]?\d+(?:\.\d+)?", _last(_FINAL_SCORE, reply))
+    if number is None or float(number[0]) not in (0.0, 1.0) or re.match(r"\s*or\b", number.string[number.end() :]):
+        raise ValueError("no line 'Final Score: 0' or 'Final Score: 1'")
+    return float(number[0])
+
+
+def parse_response_quality(reply: str) -> float:
+    """0, 0.25, ... 1: the digit of the last line that starts with "SCORE:", over 4."""
+    digit = re.match(r"([0-4])(?:\s*/\s*4)?(?![\d/]|\.\d|\s*or\b)", _last(_SCORE, reply))
+    if digit is None:
+        raise ValueError("no line 'SCORE: ' with one digit from 0 to 4")
+    return int(digit[1]) / 4
+
+
+def parse_report_quality(reply: str) -> float:
+    """[0, 1]: mean of five marks, each over 4."""
+    return _weighted(reply, dict.fromkeys(REPORT_QUALITY, 1.0))
+
+
+def parse_report_soundness(reply: str) -> float:
+    """[0, 1]: weighted mean of five marks, each over 4."""
+    return _weighted(reply, REPORT_SOUNDNESS)
+
+
+def parse_dsbench_accuracy(reply: str) -> float:
+    """0.0 or 1.0."""
+    correct = _object(reply).get("correct")
+    if not isinstance(correct, bool):
+        raise ValueError(f"'correct' is {correct!r}, expected true or false")
+    return float(correct)
+
+
+def parse_dabstep_research(reply: str) -> float:
+    """Mean of the marks for content and format as they stand, without a range check; `checked_dabstep_research` has one."""
+    marks = _object(reply, first=True)
+    return (_number(marks, "Content") + _number(marks, "Format")) / 2
+
+
+def checked_dabstep_research(reply: str) -> float:
+    """[1, 5]: as `parse_dabstep_research`, but a mark outside the scale is an error."""
+    marks = _object(reply, first=True)
+    return sum(_number(marks, name, 1.0, 5.0) for name in ("Content", "Format")) / 2
+
+
+PARSERS: dict[str, Callable[[str], float]] = {
+    "answer_correctness": parse_answer_correctness,
+    "response_quality": parse_response_quality,
+    "report_quality": parse_report_quality,
+    "report_soundness": parse_report_soundness,
+    "dsbench_accuracy": parse_dsbench_accuracy,
+    "dabstep_research": parse_dabstep_research,
+}
+
+
+def _said(reply: str) -> str:
+    """The reply without a leading train of thought; nothing, if that was cut off before its end."""
+    said = reply.rpartition("</think>")[2]
+    return "" if said.lstrip().startswith("<think>") else said
+
+
+def _last(mark: re.Pattern, reply: str) -> str:
+    """The rest of the line after the last mark, or ""."""
+    found = mark.findall(_said(reply))
+    return found[-1].strip() if found else ""
+
+
+def _object(reply: str, first: bool = False) -> dict[str, Any]:
+    """The JSON object of the last json fence (or of the very first fence), else of the last fence, else of the whole reply."""
+    text = _said(reply).strip()
+    fences = _FENCE.findall(text)
+    if fences and first:
+        text = fences[0][1]
+    elif fences:
+        text = ([body for language, body in fences if language.lower() == "json"] or [fences[-1][1]])[-1]
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {text[:80]!r}")
+    return value
+
+
+def _number(marks: Mapping[str, Any], name: str, low: float = -math.inf, high: float = math.inf) -> float:
+    value = marks.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{name} is {value!r}, expected a number")
+    number = float(value)
+    if not math.isfinite(number) or not low <= number <= high:
+        raise ValueError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")
+    return number
+
+
+def _weighted(reply: str, weights: Mapping[str, float]) -> float:
+    marks = _object(reply)
+    total = sum(weight * _number(marks, name, 0.0, 4.0) / 4 for name, weight in weights.items())
+    return total / sum(weights.values())
+
+
+#### The client
+
+
+class Judge:
+    """Asks the judges at one endpoint. Used from one event loop at a time; `metrics` from any thread."""
+
+    def __init__(self, client: Client, max_characters: int = 0):
+        """max_characters: of each text that a judge is shown; 0: no limit."""
+        self._client, self._max_characters = client, max_characters
+        self._lock = threading.Lock()
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    async def mark(self, judge: str, parse: Callable[[str], float] | None = None, **texts: str) -> float:
+        """The mark that `judge` (one of PARSERS) gives the texts (underscores in their names stand for spaces).
+
+        Raises:
+          NoVerdict: it gave none, for whatever reason. ReplayMiss: replaying a run that never asked this.
+        """
+        prompt = render(judge, {name.replace("_", " "): text for name, text in texts.items()}, self._max_characters)
+        try:
+            reply = await self._client.ask(prompt, parse or PARSERS[judge])
+        except EndpointError as error:
+            raise self._no_verdict(error.kind, str(error)) from error
+        if reply.parsed is None:
+            raise self._no_verdict("unparsed", f"the judge {judge} gave no usable reply; the last: {reply.text[-300:]!r}")
+        self._count("marks")
+        return reply.parsed
+
+    def _no_verdict(self, kind: str, detail: str) -> NoVerdict:
+        self._count("no_verdict", f"no_verdict_{kind}")
+        return NoVerdict(kind, detail)
+
+    def _count(self, *names: str) -> None:
+        with self._lock:
+            self._counts.update(names)
+
+    def metrics(self) -> dict[str, float]:
+        """Cumulative: marks given, `no_verdict` and one counter a kind, and the client's metrics (`judge/...`)."""
+        with self._lock:
+            counts = {"marks": 0, "no_verdict": 0} | dict(self._counts)
+        return {f"judge/{name}": float(count) for name, count in counts.items()} | self._client.metrics()
+
+    def state(self) -> dict[str, Any]:
+        """Everything that outlives the process, JSON-serialisable."""
+        with self._lock:
+            return {"counts": dict(self._counts), "client": self._client.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._counts = collections.Counter(state["counts"])
+        self._client.restore(state["client"])
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+
+def open_judge(config: ml_collections.ConfigDict, stack: contextlib.ExitStack, folder: pathlib.Path) -> Judge:
+    """The judge that the configuration describes; its cache is closed with `stack`.
+
+    Args:
+      config: the whole configuration. folder: of the replies' cache.
+
+    Raises:
+      ValueError: no endpoint is configured.
+    """
+    judge = config.judge
+    if not judge.base_url:
+        raise ValueError(
+            "the data needs a judge and judge.base_url is empty: name an OpenAI-compatible endpoint with --config.judge.base_url "
+            "and its model with --config.judge.model, or leave the data sources that need one out"
+        )
+    cache = stack.enter_context(contextlib.closing(ReplyCache(folder, judge.replay))) if judge.cache or judge.replay else None
+    client = Client(
+        base_url=judge.base_url,
+        model=judge.model,
+        extra_body=extra_body(judge.enable_thinking),
+        cache=cache,
+        seed=config.seed,
+        name="judge",
+        **{key: judge[key] for key in CLIENT_KEYS},
+    )
+    return Judge(client, judge.max_characters)

@@ -10,6 +10,9 @@ POSSIBLE = (
     *("--config.data.train=carry_chain:train:16", "--config.data.validation=carry_chain:heldout:16"),
 )
 
+SEPARATE = ("--config.objective.teacher_reduction=separate_stream_mean",)
+SFT_ARM = (*SEPARATE, "--config.objective.teacher_loss=sft", "--config.objective.teacher_update=post_ppo")
+
 
 def parse(*overrides):
     """Overrides on top of a possible run; one of a key that `POSSIBLE` sets takes its place."""
@@ -44,6 +47,20 @@ def message(*overrides) -> str:
         (["--config.teacher.replay=/nowhere"], ["teacher.replay", "does not exist"]),
         (["--config.teacher.deadline=1"], ["teacher.deadline", "teacher.timeout"]),
         (["--config.learner.mesh=2,-1,-1"], ["learner.mesh"]),
+        (["--config.objective.teacher_loss=sft"], ["teacher_reduction = 'mixed_token_mean'", "separate_stream_mean"]),
+        (["--config.objective.teacher_loss=luffy", "--config.objective.teacher_update=post_ppo"], ["teacher_loss=sft"]),
+        (["--config.objective.teacher_coef=0.5"], ["objective.teacher_coef = 0.5", "no coefficient"]),
+        ([*SEPARATE, "--config.objective.teacher_loss=snis"], ["snis", "teacher_reduction=mixed_token_mean"]),
+        (["--config.objective.teacher_loss=snis", "--config.curriculum.teacher_rows=false"], ["teacher_rows=True"]),
+        (["--config.objective.snis_beta=0"], ["objective.snis_beta = 0.0"]),
+        ([*SEPARATE, "--config.objective.teacher_loss=sft"], ["curriculum.teacher_rows = True", "teacher_rows=False"]),
+        (["--config.objective.whiten=true"], ["objective.whiten = True", "teacher_rows=False"]),
+        (["--config.objective.teacher_loss=luffy", "--config.curriculum.pool=none"], ["there are no teacher tokens"]),
+        ([*SEPARATE, "--config.objective.auto_teacher_coef=true"], ["auto_teacher_coef = True", "no teacher loss to weigh"]),
+        (["--config.optim.teacher.lr=0"], ["optim.teacher.lr = 0.0", "-1"]),
+        (["--config.objective.aggregation=dr_grpo"], ["objective.length_constant = 0"]),
+        (["--config.objective.overlong=soft"], ["objective.overlong_buffer = 0", "rollout.max_model_len"]),
+        (["--config.objective.kl_type=k4"], ["objective.kl_type = 'k4'", "k1"]),
         (["--config.data.train=gsm8:x"], ["data.train = ('gsm8:x',)", "NAME one of gsm8k"]),
         (["--config.validation.n=4"], ["validation.temperature = 0.0", "greedy"]),
         (["--config.curriculum.injection_ratio=0.001"], ["data.batch_size = 128", "injected"]),
@@ -63,6 +80,20 @@ def test_what_cannot_work(overrides, parts):
 
 def test_a_plain_run_is_not_judged_by_what_it_does_not_use():
     parse("--config.curriculum.pool=none", "--config.teacher.replay=/nowhere")
+    parse("--config.curriculum.pool=none", "--config.objective.whiten=true", *SEPARATE)
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        ["--config.objective.teacher_loss=null"],
+        ["--config.objective.teacher_loss=luffy"],
+        ["--config.objective.teacher_loss=snis"],
+        [*SFT_ARM, "--config.curriculum.teacher_rows=false"],
+    ],
+)
+def test_the_four_arms_are_possible(arm):
+    parse(*arm)
 
 
 def test_every_number_has_a_range():

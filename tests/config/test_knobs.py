@@ -19,7 +19,7 @@ def test_every_key_that_the_page_names_exists():
     keys = command_line.flatten(command_line.load(command_line.SCHEMA, None))
     sections = {key.partition(".")[0] for key in keys if "." in key}
     column = re.findall(r"^\| [^|]+ \| ([^|]+) \|", (ROOT / "docs" / "knobs.md").read_text().partition("## Keys of")[0], re.M)
-    named = {key for cell in column for key in re.findall(r"`(\w+\.\w+)", cell) if key.partition(".")[0] in sections}
+    named = {key for cell in column for key in re.findall(r"`(\w+(?:\.\w+)+)", cell) if key.partition(".")[0] in sections}
     assert named and not named - keys.keys()
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,6 +50,7 @@ class Request:
     against: tuple[str, ...] = ()  # NAME:PATH of further held-out sets
     drop_overlap: bool = False
     allow_test_as_train: bool = False
+    hold_out: int = 0  # rows of train that become selection.parquet
     max_train: int = 0
     max_test: int = 0
     options: Options = Options()
@@ -65,14 +67,16 @@ def prepare(request: Request) -> dict[str, Any]:
     found = read(request, benchmark)
     done = {name: converted(request, benchmark, name, split) for name, split in found.items()}
     if cuts(request, benchmark):
-        (whole,) = done.values()
+        (whole,), (source,) = done.values(), found.values()
         done = cut_apart(whole, benchmark.cut, request.options.seed)
+        found = dict.fromkeys(done, source)
     limit(done, benchmark, request)
     overlaps = check_overlaps(request, benchmark, done)
+    hold_out(done, request)
     report = {
         "benchmark": request.name,
-        "options": dataclasses.asdict(request) | {"out": ""},
-        "splits": {name: split_report(request.name, name, done[name], found.get(name), benchmark) for name in done},
+        "options": dataclasses.asdict(request) | {"out": ""},  # the report doesn't depend on where it lies
+        "splits": {name: split_report(done[name], found.get(name), benchmark.splits.get(name)) for name in done},
         "overlap": overlaps,
     }
     write(pathlib.Path(request.out), done, report)
@@ -123,11 +127,14 @@ def read(request: Request, benchmark: Benchmark) -> dict[str, sources.Found]:
     for name, path in paths.items():
         where = sources.open_source(path) if path else place
         only = bool(path) or len(paths) == 1
-        if benchmark.read and not path:
+        if benchmark.read and (where.is_dir() or not benchmark.columns):
             found[name] = benchmark.read(where, name, request.options)
         else:
             split = benchmark.splits[name]
             found[name] = sources.load(where, name, split, only, benchmark.columns, request.allow_test_as_train)
+    fit = [name for name in found if corrections_for(request.fixes, found[name].path, benchmark.splits[name].train)]
+    if request.fixes not in ("auto", "none") and not fit:
+        raise ValueError(f"--fixes: {request.fixes} fits none of {', '.join(str(one.path) for one in found.values())}")
     return found
 
 
@@ -172,7 +179,7 @@ def cut_apart(whole: Converted, cut: Callable[[int, int], dict[str, list[int]]],
 
 def limit(done: dict[str, Converted], benchmark: Benchmark, request: Request) -> None:
     for name, part in done.items():
-        most = request.max_train if name == "train" else request.max_test
+        most = request.max_train if trains(benchmark, name) else request.max_test
         if most and len(part.rows) > most:
             part.dropped["beyond the limit"] += len(part.rows) - most
             part.rows, part.questions = part.rows[:most], part.questions[:most]
@@ -180,20 +187,47 @@ def limit(done: dict[str, Converted], benchmark: Benchmark, request: Request) ->
             raise ValueError(f"{request.name}: nothing is left of {name}: {dict(part.dropped)}")
 
 
+def hold_out(done: dict[str, Converted], request: Request) -> None:
+    """Moves rows of train into `selection`, for choosing a checkpoint on questions that are neither trained on nor reported."""
+    if not request.hold_out:
+        return
+    if "train" not in done or request.hold_out >= len(done["train"].rows):
+        raise ValueError(
+            f"--hold-out={request.hold_out}: expected fewer than the rows of train; here are {len_of(done, 'train')}"
+        )
+    train = done["train"]
+    chosen = set(random.Random(request.options.seed).sample(range(len(train.rows)), request.hold_out))
+    selection = done["selection"] = Converted()
+    for number in sorted(chosen):
+        row = train.rows[number]
+        selection.add(train.questions[number], {**row, "extra_info": {**row["extra_info"], "split": "selection"}})
+    train.leave_out(chosen)
+    train.dropped["held out for selection"] += len(chosen)
+    doubles = {held for held, _ in contamination.overlap(train.questions, selection.questions).found}
+    selection.leave_out(doubles)
+    if doubles:
+        selection.dropped["also a training question"] += len(doubles)
+
+
+def len_of(done: Mapping[str, Converted], name: str) -> int:
+    return len(done[name].rows) if name in done else 0
+
+
 #### Overlap of training and held-out questions
 
 
 def check_overlaps(request: Request, benchmark: Benchmark, done: dict[str, Converted]) -> dict[str, Any]:
     """Compares every training split with every other and with the sets of `against`; takes out what overlaps, if asked to."""
-    held_out = {name: part.questions for name, part in done.items() if not trains(benchmark, name)}
+    held_out = {name: (part.questions, sources_rows(part)) for name, part in done.items() if not trains(benchmark, name)}
     for spec in request.against:
-        held_out[spec] = [row.question for row in readers.read(spec)]
+        questions = [row.question for row in readers.read(spec)]
+        held_out[spec] = (questions, list(range(len(questions))))
     reports = {}
     for name in [name for name in done if trains(benchmark, name)]:
         part = done[name]
-        for other, questions in held_out.items():
+        for other, (questions, numbers) in held_out.items():
             found = contamination.overlap(part.questions, questions)
-            reports[f"{name} and {other}"] = overlap_report(found, part.questions, questions)
+            reports[f"{name} and {other}"] = overlap_report(found, part, questions, numbers)
             while request.drop_overlap and found.found:  # once more: of several doubles of one question each look names one
                 doubles = {row for _, row in found.found}
                 part.dropped["also a held-out question"] += len(doubles)
@@ -206,9 +240,21 @@ def trains(benchmark: Benchmark, name: str) -> bool:
     return name == "train" or (name in benchmark.splits and benchmark.splits[name].train)
 
 
-def overlap_report(found: contamination.Overlap, train: Sequence[str], held_out: Sequence[str]) -> dict[str, Any]:
+def sources_rows(part: Converted) -> list[Any]:
+    """The row of the source that each output row was made from."""
+    return [row["extra_info"]["index"] for row in part.rows]
+
+
+def overlap_report(
+    found: contamination.Overlap, part: Converted, held_out: Sequence[str], numbers: Sequence[Any]
+) -> dict[str, Any]:
+    rows = sources_rows(part)
+
     def pairs(listed: contamination.Pairs) -> list[dict[str, Any]]:
-        return [{"held_out_row": h, "train_row": t, "held_out": held_out[h], "train": train[t]} for h, t in listed[:LISTED]]
+        return [
+            {"held_out_row": numbers[h], "train_row": rows[t], "held_out": held_out[h], "train": part.questions[t]}
+            for h, t in listed[:LISTED]
+        ]
 
     counts = {"exact": len(found.exact), "near": len(found.near), "similar": len(found.similar)}
     return counts | {"examples": {"exact": pairs(found.exact), "near": pairs(found.near), "similar": pairs(found.similar)}}
@@ -217,13 +263,17 @@ def overlap_report(found: contamination.Overlap, train: Sequence[str], held_out:
 #### Output
 
 
-def split_report(benchmark_name: str, name: str, done: Converted, found, benchmark: Benchmark) -> dict[str, Any]:
-    expected = benchmark.splits[name].rows if name in benchmark.splits else 0
+ASKED_FOR = ("beyond the limit", "held out for selection", "also a held-out question", "repeated question")
+
+
+def split_report(done: Converted, found: sources.Found | None, split: sources.Split | None) -> dict[str, Any]:
+    """found: None for a part of another split. A number of rows that is not the official one is a warning, unless asked for."""
+    expected = split.rows if split else 0
     source = found and {"path": str(found.path), "rows": len(found.rows), "sha256": dict(found.files)}
     notes = list(done.notes)
-    if expected and len(done.rows) != expected:
-        difference = f"{len(done.rows) - expected:+d}"
-        notes.insert(0, f"WARNING: {len(done.rows)} rows, the official number is {expected} ({difference})")
+    rows = len(done.rows) + sum(done.dropped[reason] for reason in ASKED_FOR)
+    if expected and rows != expected:
+        notes.insert(0, f"WARNING: {rows} rows, the official number is {expected} ({rows - expected:+d})")
     return {
         "rows": len(done.rows),
         "expected_rows": expected,
@@ -269,11 +319,11 @@ def as_table(rows: Sequence[Row]):
 
 def show(report: Mapping[str, Any], out: str, console: rich.console.Console) -> None:
     """What was done, in a few lines."""
-    table = rich.table.Table("split", "rows", "source rows", "dropped", "repaired", "file", title=report["benchmark"])
-    for name, split in report["splits"].items():
+    table = rich.table.Table("file", "rows", "source rows", "dropped", "repaired", title=f"{report['benchmark']} in {out}")
+    for split in report["splits"].values():
         found = str(split["source"]["rows"]) if split["source"] else ""
         lists = [", ".join(f"{count} {what}" for what, count in split[kind].items()) for kind in ("dropped", "repaired")]
-        table.add_row(name, str(split["rows"]), found, *lists, str(pathlib.Path(out) / split["file"]))
+        table.add_row(split["file"], str(split["rows"]), found, *lists)
     console.print(table)
     for name, split in report["splits"].items():
         for note in split["notes"][:LISTED]:
@@ -282,7 +332,7 @@ def show(report: Mapping[str, Any], out: str, console: rich.console.Console) -> 
             console.print(f"{name}: {more} more notes in report.json") if more > 0 else None
     for pair, counts in report["overlap"].items():
         found = counts["exact"] + counts["near"]
-        mark = f"WARNING: {found} questions are in both ({counts['exact']} word for word, {counts['near']} reworded)"
+        mark = f"WARNING: questions in both: {found} ({counts['exact']} word for word, {counts['near']} reworded)"
         text = mark if found else "no question is in both"
         console.print(f"{rich.markup.escape(pair)}: {text}; {counts['similar']} look alike", highlight=False)
 
@@ -307,6 +357,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--against", action="append", default=[], metavar="NAME:PATH", help="further held-out set to compare with")
     made.add_argument("--drop-overlap", action="store_true", help="leave out training questions that are held-out questions")
     made.add_argument("--allow-test-as-train", action="store_true", help="let test files become training data")
+    made.add_argument("--hold-out", type=int, default=0, metavar="N", help="move N training rows to selection.parquet")
     made.add_argument("--max-train", type=int, default=0, help="first rows kept of train; 0: all")
     made.add_argument("--max-test", type=int, default=0, help="first rows kept of other splits; 0: all")
     made.add_argument("--prompt-style", choices=("suffix", "system", "both", "bare"), default="suffix", help="of the instruction")

@@ -25,7 +25,7 @@ _INSTRUCTION = re.compile(
 _LAYOUT = re.compile(
     r"\\(?:left|right|displaystyle|textstyle|math[a-z]+|text[a-z]*|mbox|q?quad|[bB]igg?[lr]?|[lc]?dots[a-z]?)(?![A-Za-z])|\\[!\[\]()]|\{,\}"
 )
-_WORD = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+|[-+*/^=<>|!%&@#()\[\]]")
+_WORD = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+|[-+*/^=<>|%&@#()\[\]]|(?<=[\d)}])!|(?<=\b[a-z])!")  # 5! and n!, not Help!
 _SAME = {"dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "leq": "le", "geq": "ge", "neq": "ne", "cdot": "*", "times": "*"}
 _DASHES = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\u2014"), "-")
 _FUNCTION_WORDS = frozenset(

@@ -49,7 +49,9 @@ class Corrections:
 
 
 def read_corrections(path: str | pathlib.Path) -> Corrections:
-    """Raises ValueError: not JSON, or without `file` and `answer_fixes` as described at `Corrections`."""
+    """Raises ValueError: not JSON, or without `file` and `answer_fixes` as described at `Corrections`; FileNotFoundError."""
+    if not pathlib.Path(path).is_file():
+        raise FileNotFoundError(f"corrections: {path} does not exist (from {pathlib.Path.cwd()})")
     try:
         found = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         fixes = tuple(Fix(int(fix["row"]), fix["stored"], fix["correct"], fix.get("why", "")) for fix in found["answer_fixes"])

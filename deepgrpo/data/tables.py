@@ -70,7 +70,10 @@ def _text(path: pathlib.Path) -> list[Row]:
     """JSON Lines, or one JSON list."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json" and text.lstrip().startswith("["):
-        rows = json.loads(text)
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"data: {path} is not JSON ({error}); expected one list of objects") from error
         wrong = next((number for number, row in enumerate(rows) if not isinstance(row, dict)), None)
         if wrong is not None:
             raise ValueError(f"data: {path}, item {wrong} holds a {type(rows[wrong]).__name__}; expected a list of objects")

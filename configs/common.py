@@ -27,6 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.path = config_dict.placeholder(str)  # Hugging Face folder: config, safetensors, tokenizer
     config.model.origin = ""  # how to get it, said when it is missing: a Hugging Face repository (OWNER/NAME) or a command
     config.model.dtype = "bfloat16"  # of activations and matmuls: bfloat16 | float32; masters are always float32
+    config.model.attention = "auto"  # of packed rows: auto | xla (anywhere) | cudnn (NVIDIA, bfloat16) | splash (TPU)
     config.model.remat = "full"  # activation recomputation a layer: none | dots | full
 
     config.data = section()
@@ -195,13 +196,20 @@ def get_config() -> ml_collections.ConfigDict:
     config.optim.teacher.mini_batch_rows = 64  # teacher rows of an optimizer step
     config.optim.teacher.allow_partial = False  # True: rows that fill no mini-batch are trained in a smaller one
     config.optim.mini_batch_prompts = 16  # times rollout.n: rows an optimizer step
+    config.optim.mini_batch_by = "groups"  # what is shuffled into mini-batches: groups | rows (strict_reference: always rows)
     config.optim.ppo_epochs = 1  # passes over a step's rows
 
     config.learner = section()
     config.learner.mesh = (1, -1, 1)  # devices along (data, fsdp, tensor); one -1 takes what is left
     config.learner.micro_batch_tokens = 16384  # padded tokens of one forward-backward pass on all devices
     config.learner.buckets = (256, 512, 768, 1024)  # row lengths that are compiled; the last must hold rollout.max_model_len
+    config.learner.share_prefix = True  # compute the prompt that rows share once: packed rows see T / 2 tokens of other rows
     config.learner.logprob_block = 1024  # tokens whose logits exist at once on a device
+    config.learner.compile_ahead = True  # compile every program of the run from the start, in the background; False: when needed
+    config.learner.peak_flops = 0.0  # FLOP/s of a device, for perf/mfu; 0: by its name, where it is known
+    config.learner.coordinator = ""  # HOST:PORT of process 0, for a learner of several processes; "": the scheduler's, or alone
+    config.learner.num_processes = 1  # with a coordinator: processes of the learner
+    config.learner.process_id = 0  # with a coordinator: number of this one; 0 runs the training loop
 
     config.validation = section()
     config.validation.every = 10  # steps; also before the first and after the last; 0: never

@@ -138,6 +138,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         params,
         dtype=dtype,
         remat=config.model.remat,
+        attention=config.model.attention,
         num_real_ids=len(tokenizer),
         temperature=config.rollout.temperature,
         objective=config.objective,

@@ -19,6 +19,7 @@ READERS = ("gsm8k", "math", "aime24", "amc", "minerva", "olympiad_bench", "deeps
 
 CHOICES = {
     "model.dtype": ("bfloat16", "float32"),
+    "model.attention": ("auto", "xla", "cudnn", "splash"),
     "model.remat": ("none", "dots", "full"),
     "data.template": ("chat", "gsm8k", "math_boxed", "qwen_math", "qwen_chat", "r1", "none", "few_shot_arithmetic"),
     "rollout.engine": ("native", "vllm"),
@@ -35,6 +36,7 @@ CHOICES = {
     "teacher.splice": ("text", "tokens"),
     **objective_rules.CHOICES,
     "optim.schedule": ("constant", "cosine"),
+    "optim.mini_batch_by": ("groups", "rows"),
     "evaluation.truncated": ("zero", "graded"),
     "checkpoint.resume": ("auto", "never"),
 }
@@ -113,6 +115,9 @@ RANGES = {  # key: interval of its value or of each element
     "learner.micro_batch_tokens": "[1, inf)",
     "learner.buckets": "[1, inf)",
     "learner.logprob_block": "[1, inf)",
+    "learner.peak_flops": "[0, inf)",
+    "learner.num_processes": "[1, inf)",
+    "learner.process_id": "[0, inf)",
     "validation.every": "[0, inf)",
     "validation.n": "[1, inf)",
     "validation.temperature": "[0, inf)",
@@ -163,6 +168,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
     injects = config.curriculum.pool != "none"
     return (
         size_rules(config)
+        + process_rules(config)
         + distribution_rules(config)
         + objective_rules.rules(config)
         + reward_rules(config)
@@ -220,9 +226,50 @@ def size_rules(config: config_dict.ConfigDict) -> list[Rule]:
             "expected devices along (data, fsdp, tensor), at most one of them -1 (what is left)",
         ),
         (
+            ("model.attention", "model.dtype"),
+            config.model.attention != "cudnn" or config.model.dtype == "bfloat16",
+            "cuDNN's attention is for bfloat16; set model.dtype=bfloat16, or model.attention=xla",
+        ),
+        (
+            ("model.attention", "learner.buckets"),
+            config.model.attention not in ("auto", "cudnn") or not any(size % 2 for size in learner.buckets),
+            "cuDNN's attention wants even lengths; round learner.buckets up",
+        ),
+        (
             ("validation.n", "validation.temperature"),
             config.validation.n == 1 or config.validation.temperature > 0,
             "greedy answers to one problem are all the same; set validation.n=1 or a temperature above 0",
+        ),
+    ]
+
+
+def process_rules(config: config_dict.ConfigDict) -> list[Rule]:
+    learner = config.learner
+    return [
+        (
+            ("learner.coordinator",),
+            not learner.coordinator or bool(re.fullmatch(r"\S+:\d+", learner.coordinator)),
+            "expected HOST:PORT of process 0",
+        ),
+        (
+            ("learner.num_processes", "learner.coordinator"),
+            learner.num_processes == 1 or bool(learner.coordinator),
+            "several processes need learner.coordinator=HOST:PORT (schedulers that JAX knows set neither)",
+        ),
+        (
+            ("learner.process_id", "learner.num_processes"),
+            learner.process_id < learner.num_processes,
+            "processes are numbered from 0; expected a number below learner.num_processes",
+        ),
+        (
+            ("learner.num_processes", "rollout.engine"),
+            learner.num_processes == 1 or config.rollout.engine == "vllm",
+            "the native engine lives in one process with its learner; use rollout.engine=vllm",
+        ),
+        (
+            ("learner.num_processes", "weights.route"),
+            learner.num_processes == 1 or config.weights.route == "orbax",
+            "route direct reads the whole policy in one process; use weights.route=orbax",
         ),
     ]
 

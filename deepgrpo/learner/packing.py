@@ -1,12 +1,17 @@
-"""From training rows of any length to a few static shapes: packed rows with segment ids, grouped into micro-batches."""
+"""From training rows of any length to a few static shapes: packed rows with segment ids, grouped into micro-batches.
+
+The responses of a prompt share one copy of it: pieces of rows are packed, and a packed row's *context* names the tokens of
+other packed rows, in its own micro-batch and batch shard, whose keys and values it looks at besides its own.
+"""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from deepgrpo.learner.objective import NO_LOSS
+from deepgrpo.learner.placement import Cell, add_whole, clusters, groups, length, longest, place, row_length, whole
 from deepgrpo.learner.rows import Row
 
 # Arrays [A, B, T] of a batch. `SLOTS` fills those of scored tokens: what an array holds for a row, or for each of its tokens.
@@ -21,126 +26,195 @@ SLOTS: dict[str, Callable[[Row], Any]] = {
     "row_share": lambda row: 1.0 / len(row.response_ids),
     "rollout_logp": lambda row: np.nan if row.rollout_logps is None else row.rollout_logps,
 }
+# A token's layers cost about as much as its attention to this many keys (8 to 10 times the width in usual decoders): only decides
+# between buckets.
+KEYS_PER_TOKEN = 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static shape of a batch: A micro-batches of B packed rows of T tokens."""
+    """Static shape of a batch: A micro-batches of B packed rows of T tokens, each of which sees C tokens of other rows."""
 
     A: int
     B: int
     T: int
+    C: int = 0
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any]) -> "Shape":
+        """The shape of a batch's arrays, on the host or on devices."""
+        return cls(*arrays["tokens"].shape, C=arrays["context"].shape[-1] if "context" in arrays else 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
     """The rows of one mini-batch as arrays.
 
-    arrays, each [A, B, T]:
+    arrays, each [A, B, T] but for the last two:
       tokens, positions, segments: int32, the network's input; segments count from 1 in each packed row, 0 is padding.
       index: int32, for each scored token the column of the position that predicts it; scored tokens come first.
       targets: int32, the scored token. source: int32, its stream or NO_LOSS. sample: int32, number of its row among those of its
         packed row, from 1; 0 where there is none.
       advantages, teacher_coef: float32. row_share: float32, 1 / (scored tokens of its row).
       rollout_logp: float32, NaN where the engine's is not known.
-    used: number of micro-batches that hold anything; they come first, and the rest is never computed.
+      With C > 0 also, see `model.attention.Context`:
+      prefixes: int32, number of the prefix that the token sees, 0: none.
+      context: int32[A, B, C], tokens of the same cell (R packed rows, R = B / shards) as r * T + t.
+      context_segments: int32[A, B, C], number of the prefix that the token belongs to, 0: nothing.
+    shape: of the arrays. used: number of micro-batches that hold anything; they come first, and the rest is never computed.
     slots: for each row of the mini-batch (a, b, start): its scored tokens are [a, b, start : start + R].
-    tokens: tokens of the network's input without padding.
+    tokens: tokens of the network's input without padding. spared: those that would be more if no prefix were shared.
     """
 
     arrays: dict[str, np.ndarray]
+    shape: Shape
     used: int
     slots: tuple[tuple[int, int, int], ...]
     tokens: int
+    spared: int
 
 
-def row_length(row: Row) -> int:
-    """Tokens that a row needs in the network: the last response token is only predicted, never an input."""
-    return len(row.prompt_ids) + len(row.response_ids) - 1
-
-
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """First-fit-decreasing: indices of `lengths` in bins of at most `capacity`. Deterministic; equal lengths keep their order."""
-    bins: list[list[int]] = []
-    room = np.empty(len(lengths), np.int64)
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fits = np.flatnonzero(room[: len(bins)] >= lengths[i])
-        if fits.size:
-            chosen = int(fits[0])
-        else:
-            chosen = len(bins)
-            bins.append([])
-            room[chosen] = capacity
-        bins[chosen].append(i)
-        room[chosen] -= lengths[i]
-    return bins
-
-
-def bucket(longest: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds `longest` tokens.
-
-    Raises:
-      ValueError: none does.
-    """
-    fitting = [size for size in buckets if size >= longest]
-    if not fitting:
-        raise ValueError(
-            f"a row of {longest} tokens does not fit learner.buckets {tuple(buckets)}: the largest must be at least"
-            f" rollout.max_model_len"
-        )
-    return min(fitting)
-
-
-def choose_shape(packed_rows: Sequence[int], T: int, micro_batch_tokens: int, shards: int) -> Shape:
-    """One shape for all mini-batches of a step, so that the step compiles once; a function of its arguments alone, so that a
-    resumed run computes in the same shapes.
-
-    B is the limit that micro_batch_tokens sets, or the smaller of its halves that is enough; with several micro-batches the
-    limit or its half, whichever pads less. A is a power of two: unused micro-batches cost nothing.
+def shapes(buckets: Sequence[int], micro_batch_tokens: int, shards: int, rows: int, share_prefix: bool) -> list[Shape]:
+    """The shapes of a run's batches, one for each bucket: all that can ever have to be compiled.
 
     Args:
-      packed_rows: number of packed rows of each mini-batch.
-      micro_batch_tokens: upper bound of B * T, but B is at least `shards` and always a multiple of it.
+      micro_batch_tokens: upper bound of B * T, but B is at least `shards` and always a multiple of it. A mini-batch of `rows`
+        packed rows is cut into three micro-batches at least: less of a small one is padding.
+      rows: the most rows of a mini-batch.
+      share_prefix: whether a packed row can see C = T / 2 tokens of prefixes (even, as cuDNN wants it).
     """
-    most = -(-max(packed_rows) // shards)  # packed rows a shard
-    B = max(1, micro_batch_tokens // T // shards)
-    while B > 1 and -(-B // 2) >= most:
-        B = -(-B // 2)
-    half = -(-B // 2)
-    if most > B and -(-most // half) * half < -(-most // B) * B:
-        B = half
-    return Shape(A=1 << (-(-most // B) - 1).bit_length(), B=B * shards, T=T)
+    out = []
+    for T in sorted(set(buckets)):
+        B = shards * max(1, min(micro_batch_tokens // T // shards, -(-rows // (3 * shards))))
+        out.append(Shape(A=-(-rows // B), B=B, T=T, C=2 * -(-T // 4) if share_prefix else 0))
+    return out
 
 
-def build(rows: Sequence[Row], bins: Sequence[Sequence[int]], shape: Shape) -> Batch:
-    """Lays out `rows` as `bins` say (indices into rows, one bin a packed row)."""
-    A, B, T = shape.A, shape.B, shape.T
-    arrays = {name: np.full((A, B, T), EMPTY.get(name, 0), np.int32) for name in INT_ARRAYS}
-    arrays |= {name: np.full((A, B, T), EMPTY.get(name, 0), np.float32) for name in FLOAT_ARRAYS}
+def array_shapes(shape: Shape) -> dict[str, tuple[tuple[int, ...], type]]:
+    """(shape, dtype) of each of a batch's arrays."""
+    tokens, context = (shape.A, shape.B, shape.T), (shape.A, shape.B, shape.C)
+    arrays = dict.fromkeys(INT_ARRAYS, (tokens, np.int32)) | dict.fromkeys(FLOAT_ARRAYS, (tokens, np.float32))
+    if shape.C:
+        arrays |= {"prefixes": (tokens, np.int32), "context": (context, np.int32), "context_segments": (context, np.int32)}
+    return arrays
+
+
+def layout(mini_batches: Sequence[Sequence[Row]], shapes: Sequence[Shape], shards: int, siblings_apart: bool = False):
+    """Packs each mini-batch of a step in the shape that costs it least: list[Batch]. A function of its arguments alone, so that a
+    resumed run computes in the same shapes. Every row must have a prompt and a response token.
+
+    Args:
+      shapes: from `shapes`. siblings_apart: two responses to one prompt never share a packed row, see `attention.splash`.
+
+    Raises:
+      ValueError: no shape holds the longest row.
+    """
+    return [build(rows, *choose(rows, shapes, shards, siblings_apart), shards) for rows in mini_batches]
+
+
+def choose(rows: Sequence[Row], shapes: Sequence[Shape], shards: int, siblings_apart: bool) -> tuple[list[Cell], Shape]:
+    """The cheapest shape for a mini-batch and its cells, among those that hold its longest piece; of equals the first.
+
+    A mini-batch of more rows than its shape was made for gets a shape of more micro-batches, which is compiled then.
+    """
+    siblings, lengths = groups(rows), [row_length(row) for row in rows]
+    best = None
+    for shape in shapes:
+        per_micro_batch = shape.B * shape.T * (KEYS_PER_TOKEN + shape.C + shape.T)
+        for cells in placings(rows, siblings, max(lengths), shape, shards, siblings_apart):
+            used = -(-len(cells) // shards)
+            if best is None or used * per_micro_batch < best[0]:
+                best = used * per_micro_batch, cells, shape, used
+    if best is None:
+        raise ValueError(
+            f"a row of {max(lengths)} tokens does not fit learner.buckets {tuple(shape.T for shape in shapes)}: the largest must"
+            f" be at least rollout.max_model_len"
+        )
+    _, cells, shape, used = best
+    while used > shape.A:
+        shape = dataclasses.replace(shape, A=2 * shape.A)
+    return cells, shape
+
+
+def placings(rows: Sequence[Row], siblings, longest_row: int, shape: Shape, shards: int, siblings_apart: bool):
+    """Ways to place the rows in cells of a shape: whole, and with shared prefixes."""
+    R = shape.B // shards
+    if longest_row <= shape.T:
+        cells: list[Cell] = []
+        add_whole([whole(i, row) for i, row in enumerate(rows)], cells, R, shape.T, shape.C)
+        yield cells
+    parts = clusters(rows, siblings, shape.C)
+    fits = longest(parts) <= shape.T if R > 1 else longest_row <= shape.T  # in one packed row prefix and response must fit both
+    if fits and any(part.prefix is not None for part in parts):
+        for lookahead in (0.0, 0.5):
+            yield place(parts, R, shape.T, shape.C, siblings_apart, lookahead)
+
+
+def build(rows: Sequence[Row], cells: Sequence[Cell], shape: Shape, shards: int) -> Batch:
+    """Lays out `rows` as placed in `cells`: cell n is shard n % shards of micro-batch n // shards."""
+    arrays = {name: np.zeros(size, dtype) for name, (size, dtype) in array_shapes(shape).items()}  # untouched pages cost nothing
+    for name, value in EMPTY.items():
+        arrays[name].fill(value)
+    R = shape.B // shards
     slots: list[tuple[int, int, int]] = [(0, 0, 0)] * len(rows)
     total = 0
-    for n, members in enumerate(bins):
-        a, b = divmod(n, B)
-        start = scored = 0
-        for segment, i in enumerate(members, 1):
-            row, length = rows[i], row_length(rows[i])
-            inputs, outputs = slice(start, start + length), slice(scored, scored + len(row.response_ids))
-            arrays["tokens"][a, b, inputs] = np.concatenate([row.prompt_ids, row.response_ids[:-1]])
-            arrays["positions"][a, b, inputs] = np.arange(length)
-            arrays["segments"][a, b, inputs] = segment
-            arrays["index"][a, b, outputs] = np.arange(start + len(row.prompt_ids) - 1, start + length)
-            arrays["sample"][a, b, outputs] = segment
+    for n, cell in enumerate(cells):
+        a, shard = divmod(n, shards)
+        packed = {name: array[a, shard * R : (shard + 1) * R] for name, array in arrays.items()}
+        held = {}
+        for r, pieces in enumerate(cell.rows):
+            scored, columns = _fill_row({name: array[r] for name, array in packed.items()}, pieces, rows)
+            for piece, start in zip((piece for piece in pieces if piece.holds < 0), scored, strict=True):
+                slots[piece.row] = (a, shard * R + r, start)
+            for piece, column in zip(pieces, columns, strict=True):
+                if piece.holds >= 0:
+                    held[piece.holds] = r * shape.T + column + np.arange(length(piece))
+            total += sum(map(length, pieces))
+        if shape.C:
+            for r, pieces in enumerate(cell.rows):
+                _fill_context({name: array[r] for name, array in packed.items()}, pieces, held)
+    spared = sum(map(row_length, rows)) - total
+    return Batch(arrays, shape, -(-len(cells) // shards), tuple(slots), total, spared)
+
+
+def _fill_row(arrays: dict[str, np.ndarray], pieces, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
+    """Writes the pieces of one packed row; returns where the scored tokens of each but the prefixes begin, and the first column of
+    each."""
+    start = scored = 0
+    begins, columns = [], []
+    for segment, piece in enumerate(pieces, 1):
+        row, size = rows[piece.row], length(piece)
+        P, inputs = len(row.prompt_ids), slice(start, start + size)
+        columns.append(start)
+        arrays["positions"][inputs] = np.arange(piece.start, piece.stop)
+        arrays["segments"][inputs] = segment
+        if piece.holds >= 0:
+            arrays["tokens"][inputs] = row.prompt_ids[piece.start : piece.stop]
+        else:
+            R = len(row.response_ids)
+            outputs = slice(scored, scored + R)
+            arrays["tokens"][start : start + P - piece.start] = row.prompt_ids[piece.start :]
+            arrays["tokens"][start + P - piece.start : start + size] = row.response_ids[:-1]
+            arrays["index"][outputs] = np.arange(start + size - R, start + size)
+            arrays["sample"][outputs] = len(begins) + 1
             for name, values in SLOTS.items():
-                arrays[name][a, b, outputs] = values(row)
-            slots[i] = (a, b, scored)
-            start, scored = start + length, scored + len(row.response_ids)
-        total += start
-    return Batch(arrays, -(-len(bins) // B), tuple(slots), total)
+                arrays[name][outputs] = values(row)
+            begins.append(scored)
+            scored += R
+        start += size
+    return begins, columns
 
 
-def layout(mini_batches: Sequence[Sequence[Row]], buckets: Sequence[int], micro_batch_tokens: int, shards: int) -> list[Batch]:
-    """Packs the mini-batches of a step, all in one shape. Every row must have a prompt and a response token."""
-    T = bucket(max(row_length(row) for rows in mini_batches for row in rows), buckets)
-    packed = [pack([row_length(row) for row in rows], T) for rows in mini_batches]
-    shape = choose_shape([len(bins) for bins in packed], T, micro_batch_tokens, shards)
-    return [build(rows, bins, shape) for rows, bins in zip(mini_batches, packed, strict=True)]
+def _fill_context(arrays: dict[str, np.ndarray], pieces, held: dict[int, np.ndarray]) -> None:
+    """Writes what one packed row sees: each prefix once, numbered by the first segment that sees it."""
+    start, column, numbers = 0, 0, {}
+    for segment, piece in enumerate(pieces, 1):
+        if piece.sees >= 0:
+            if piece.sees not in numbers:
+                numbers[piece.sees] = segment
+                tokens = held[piece.sees]
+                arrays["context"][start : start + len(tokens)] = tokens
+                arrays["context_segments"][start : start + len(tokens)] = segment
+                start += len(tokens)
+            arrays["prefixes"][column : column + length(piece)] = numbers[piece.sees]
+        column += length(piece)

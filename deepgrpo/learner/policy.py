@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from deepgrpo.learner import sharding
 from deepgrpo.learner.logprob import blocked_logps
 from deepgrpo.learner.objective import NO_LOSS
+from deepgrpo.model.attention import Context
 from deepgrpo.model.transformer import Transformer
 
 
@@ -26,12 +27,27 @@ class Policy:
     num_real_ids: int
     block: int
 
+    def compute_params(self, params: Any) -> Any:
+        """Parameters as matmuls want them: the layers' kernels and biases in the model's dtype. Once an optimizer step, before the
+        loop over micro-batches. Embedding, head and norms stay as they are: their gradients are sums over tokens, or over blocks
+        of tokens, which want float32."""
+
+        def one(path: tuple, x: jax.Array) -> jax.Array:
+            name = sharding.path_name(path)
+            return x.astype(self.model.dtype) if name.startswith("layers/") and not name.endswith("scale") else x
+
+        return jax.tree_util.tree_map_with_path(one, params)
+
     def logps(
         self, params: Any, micro: dict[str, jax.Array], with_entropy: bool, entropy_gradient: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         """(logp, entropy) of a micro-batch's scored tokens, float32[B, T] each, from its arrays [B, T] (packing.Batch)."""
-        by_row = sharding.rows(self.mesh)
-        hidden, _ = self.model.apply({"params": params}, micro["tokens"], micro["positions"], micro["segments"])
+        by_row, context = sharding.rows(self.mesh), None
+        if "context" in micro:  # a cell a batch shard
+            index = micro["context"].reshape(sharding.batch_shards(self.mesh), -1)
+            context = Context(jax.lax.with_sharding_constraint(index, by_row), micro["context_segments"], micro["prefixes"])
+        inputs = (micro[name] for name in ("tokens", "positions", "segments"))
+        hidden, _ = self.model.apply({"params": params}, *inputs, context=context)
         hidden = jax.lax.with_sharding_constraint(hidden, by_row)
         hidden = jnp.take_along_axis(hidden, micro["index"][..., None], axis=1)  # response positions only, first columns first
         hidden = jax.lax.with_sharding_constraint(hidden, by_row)
@@ -55,6 +71,8 @@ def micro_batch(arrays: dict[str, jax.Array], i: jax.Array) -> dict[str, jax.Arr
 
 def score(policy: Policy, params: Any, arrays: dict[str, jax.Array], used: jax.Array) -> jax.Array:
     """Log-probabilities of all scored tokens, float32[A, B, T]; 0 in micro-batches from `used` (int32[]) on."""
+
+    params = policy.compute_params(params)
 
     def body(i, out):
         return jax.lax.dynamic_update_index_in_dim(out, policy.logps(params, micro_batch(arrays, i), False)[0], i, 0)

@@ -1,7 +1,115 @@
-"""One attention function; backends differ in speed, never in the result."""
+"""Attention of packed rows behind one function, and of single tokens over a cache; backends differ in speed, never in the result.
+
+Who sees whom is said once, by `Sight`, and each backend derives what it needs from that.
+"""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from deepgrpo.model import attention_cudnn, attention_splash
+
+BACKENDS = ("xla", "cudnn", "splash")
+QUERY_CHUNK = 256  # queries whose scores exist at once with `xla`
+
+
+class Context(NamedTuple):
+    """Keys and values that packed rows see besides their own.
+
+    index: int32[cells, R * C], B = cells * R packed rows; the context of rows [c * R, (c + 1) * R) are these of their own tokens,
+      as r * T + t. A cell never looks at another, so that cells may live on different devices.
+    segments: int32[B, C], number of the prefix that a context token belongs to, 0: nothing, seen by none.
+    prefixes: int32[B, T], number of the prefix that a token sees, 0: none. For `splash` it must be the token's segment or 0.
+    """
+
+    index: jax.Array
+    segments: jax.Array
+    prefixes: jax.Array
+
+
+class Sight(NamedTuple):
+    """Who sees whom in packed rows: a token sees the tokens of its own segment up to itself, and all of its prefix.
+
+    segments: int32[B, T]; those of segment 0 are padding, see earlier padding and are seen by nothing else.
+    """
+
+    segments: jax.Array
+    context: Context | None
+
+    def mask(self, start: int = 0, stop: int | None = None) -> jax.Array:
+        """bool[B, stop - start, C + stop]: what queries [start, stop) see of the context's and the row's first `stop` keys."""
+        stop = self.segments.shape[1] if stop is None else stop
+        queries, keys = self.segments[:, start:stop], self.segments[:, :stop]
+        causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
+        own = (queries[:, :, None] == keys[:, None, :]) & causal
+        if self.context is None:
+            return own
+        prefixes = self.context.prefixes[:, start:stop, None]
+        shared = (prefixes == self.context.segments[:, None, :]) & (prefixes > 0)
+        return jnp.concatenate([shared, own], axis=-1)
+
+
+def choose_backend(name: str, device: jax.Device, dtype: Any) -> str:
+    """`model.attention` with `auto` resolved: cudnn on NVIDIA GPUs of compute capability 8 and up in bfloat16, splash on TPUs,
+    xla elsewhere."""
+    if name != "auto":
+        return name
+    if device.platform == "tpu":
+        return "splash"
+    nvidia = device.platform in ("gpu", "cuda") and "cuda" in device.client.platform_version
+    modern = nvidia and float(device.compute_capability) >= 8.0
+    return "cudnn" if modern and jnp.dtype(dtype) == jnp.bfloat16 else "xla"
+
+
+def prepare(sight: Sight, backend: str, dtype: Any) -> Any:
+    """What a backend needs to know of `sight`, computed once for all layers: pytree for `packed_attention`."""
+    return attention_cudnn.bias(sight.mask(), dtype) if backend == "cudnn" else None
+
+
+def packed_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, prepared: Any, backend: str, placed=None
+) -> jax.Array:
+    """Grouped-query attention of packed rows over their contexts and themselves.
+
+    Args:
+      q: [B, T, N, H]. k, v: [B, T, K, H], N a multiple of K, rotated to their positions.
+      prepared: from `prepare`. placed: NamedSharding of q, for a backend that XLA cannot partition by itself.
+
+    Returns:
+      [B, T, N, H] in q's dtype.
+    """
+    if sight.context is not None:
+        k, v = (jnp.concatenate([gather(x, sight.context.index), x], axis=1) for x in (k, v))
+    if backend == "cudnn":
+        return attention_cudnn.attention(q, k, v, prepared)
+    if backend == "splash":
+        segments = None if sight.context is None else sight.context.segments
+        return attention_splash.attention(q, k, v, sight.segments, segments, placed)
+    return chunked_attention(q, k, v, sight)
+
+
+def gather(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Context tokens of x [B, T, K, H] at index int32[cells, R * C]: [B, C, K, H]. The gradient of a token that is seen often is
+    summed in float32."""
+    B, T, K, H = x.shape
+    cells = index.shape[0]
+    tokens = x.reshape(cells, B // cells * T, K, H).astype(jnp.float32)
+    # A batched gather, so that cells on different devices need nothing of each other.
+    seen = jnp.take_along_axis(tokens, index[:, :, None, None], axis=1, mode="promise_in_bounds")
+    return seen.astype(x.dtype).reshape(B, -1, K, H)
+
+
+def chunked_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> jax.Array:
+    """`attention` by chunks of queries, each over the keys up to its end; scores are computed again in the backward pass."""
+    T, S = q.shape[1], k.shape[1]
+    parts = []
+    for start in range(0, T, QUERY_CHUNK):
+        stop = min(T, start + QUERY_CHUNK)
+        seen = slice(0, S - T + stop)
+        one = jax.checkpoint(lambda q, k, v, sight, span=(start, stop): attention(q, k, v, sight.mask(*span)), prevent_cse=False)
+        parts.append(one(q[:, start:stop], k[:, seen], v[:, seen], sight))
+    return jnp.concatenate(parts, axis=1)
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
@@ -54,12 +162,3 @@ def write_cache(cache: tuple[jax.Array, jax.Array], k: jax.Array, v: jax.Array, 
         return keys, values.at[:, at].set(v.transpose(1, 0, 2).astype(values.dtype), mode="drop")
 
     return jax.vmap(row)(*cache, k, v, positions)
-
-
-def segment_mask(segments: jax.Array) -> jax.Array:
-    """Causal mask inside segments: bool[B, T, T] from int32[B, T]; segment 0 is padding and attends only to itself."""
-    T = segments.shape[1]
-    same = segments[:, :, None] == segments[:, None, :]
-    causal = jnp.tril(jnp.ones((T, T), bool))
-    padding = (segments[:, :, None] == 0) & ~jnp.eye(T, dtype=bool)
-    return same & causal & ~padding

@@ -8,14 +8,17 @@ one (`unstack_layers`, `decode_layers`): a scan would carry the stacked cache an
 separate buffers are updated in place.
 """
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from deepgrpo.model import rope
-from deepgrpo.model.attention import attention, cached_attention, segment_mask, write_cache
+from deepgrpo.model.attention import Context, Sight, cached_attention, packed_attention, prepare, write_cache
 from deepgrpo.model.config import ModelConfig
 
 REMAT_POLICIES = {
@@ -23,6 +26,55 @@ REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+
+
+@jax.custom_vjp
+def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of a table [V, D]: [..., D]. A frequent token's gradient has thousands of terms: they are summed in float32."""
+    return table[tokens]
+
+
+def _lookup_gradient(residuals, g: jax.Array):
+    table, tokens = residuals
+    return jnp.zeros(table.shape, jnp.float32).at[tokens].add(g.astype(jnp.float32)).astype(table.dtype), None
+
+
+lookup.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _lookup_gradient)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How packed rows run: the attention backend, and where activations live.
+
+    rows: sharding of arrays [B, ...] along B, None on one device. Heads and mlp are split along the mesh axis `tensor` where it
+    divides them. XLA would find a sharding for each array by itself, and on some meshes copy whole activations on the way.
+    """
+
+    attention: str = "xla"
+    rows: NamedSharding | None = None
+
+    def of(self, x: jax.Array, split: int | None = None) -> NamedSharding | None:
+        """The sharding of x [B, ...]: rows, and dimension `split` along `tensor`."""
+        if self.rows is None:
+            return None
+        spec = [self.rows.spec[0]] + [None] * (x.ndim - 1)
+        if split is not None and x.shape[split] % self.rows.mesh.shape["tensor"] == 0:
+            spec[split] = "tensor"
+        return NamedSharding(self.rows.mesh, P(*spec))
+
+    def __call__(self, x: jax.Array, split: int | None = None) -> jax.Array:
+        return x if self.rows is None else jax.lax.with_sharding_constraint(x, self.of(x, split))
+
+
+class Embed(nn.Module):
+    features: tuple[int, int]  # V, D
+    dtype: Any
+
+    def setup(self):
+        self.embedding = self.param("embedding", nn.initializers.normal(0.02), self.features, jnp.float32)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return lookup(self.embedding, tokens).astype(self.dtype)
 
 
 class Dense(nn.Module):
@@ -53,10 +105,12 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     config: ModelConfig
     dtype: Any
+    placement: Placement
 
     @nn.compact
-    def __call__(self, x, positions, mask, cache):
-        """x: [B, T, D]; positions: int32[B, T]; mask: bool[B, T, S]; cache: None or (k [B, K, H, S], v [B, K, S, H])."""
+    def __call__(self, x, positions, sight, cache):
+        """x: [B, T, D]; positions: int32[B, T]; with a cache (k [B, K, H, S], v [B, K, S, H]), sight is a mask bool[B, T, S];
+        without (None) it is (Sight, what the backend made of it)."""
         c = self.config
         B, T, _ = x.shape
 
@@ -71,10 +125,12 @@ class Attention(nn.Module):
             k = RMSNorm(c.rms_norm_eps, name="k_norm")(k)
         q, k = rope.rotate(q, positions, c), rope.rotate(k, positions, c)
         if cache is None:
-            out = attention(q, k, v, mask)
+            place = self.placement
+            q, k, v = place(q, 2), place(k, 2), place(v, 2)
+            out = packed_attention(q, k, v, *sight, place.attention, place.of(q, 2))
         else:
             cache = write_cache(cache, k, v, positions)
-            out = cached_attention(q, *cache, mask)
+            out = cached_attention(q, *cache, sight)
         out = out.reshape(B, T, c.num_heads * c.head_size)
         return Dense(c.width, False, self.dtype, name="o_proj")(out), cache
 
@@ -82,27 +138,29 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     config: ModelConfig
     dtype: Any
+    placement: Placement
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = Dense(self.config.mlp_width, False, self.dtype, name="gate_proj")(x)
         up = Dense(self.config.mlp_width, False, self.dtype, name="up_proj")(x)
-        return Dense(self.config.width, False, self.dtype, name="down_proj")(nn.silu(gate) * up)
+        return Dense(self.config.width, False, self.dtype, name="down_proj")(self.placement(nn.silu(gate) * up, 2))
 
 
 class Layer(nn.Module):
     config: ModelConfig
     dtype: Any
+    placement: Placement = Placement()
 
     @nn.compact
-    def __call__(self, x, cache, positions, mask):
-        eps = self.config.rms_norm_eps
-        attended, cache = Attention(self.config, self.dtype, name="self_attn")(
-            RMSNorm(eps, name="input_layernorm")(x), positions, mask, cache
+    def __call__(self, x, cache, positions, sight):
+        eps, place = self.config.rms_norm_eps, self.placement
+        attended, cache = Attention(self.config, self.dtype, place, name="self_attn")(
+            RMSNorm(eps, name="input_layernorm")(x), positions, sight, cache
         )
-        x += attended
-        x += Mlp(self.config, self.dtype, name="mlp")(RMSNorm(eps, name="post_attention_layernorm")(x))
-        return x, cache
+        x = place(x + attended)
+        x += Mlp(self.config, self.dtype, place, name="mlp")(RMSNorm(eps, name="post_attention_layernorm")(x))
+        return place(x), cache
 
 
 class Transformer(nn.Module):
@@ -112,15 +170,14 @@ class Transformer(nn.Module):
     dtype: Any = jnp.bfloat16
     remat: str = "none"
     unroll: int = 1
+    placement: Placement = Placement()
 
     def setup(self):
         c = self.config
         layer = Layer
         if self.remat != "none":
             layer = nn.remat(Layer, prevent_cse=False, policy=REMAT_POLICIES[self.remat])
-        self.embed_tokens = nn.Embed(
-            c.vocab_size, c.width, embedding_init=nn.initializers.normal(0.02), dtype=self.dtype, param_dtype=jnp.float32
-        )
+        self.embed_tokens = Embed((c.vocab_size, c.width), self.dtype)
         self.layers = nn.scan(
             layer,
             variable_axes={"params": 0},
@@ -128,26 +185,32 @@ class Transformer(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=c.num_layers,
             unroll=self.unroll,
-        )(c, self.dtype)
+        )(c, self.dtype, self.placement)
         self.norm = RMSNorm(c.rms_norm_eps)
         if not c.tie_embeddings:
             self.lm_head = Dense(c.vocab_size, False, self.dtype)
 
-    def __call__(self, tokens, positions, segments=None, cache=None):
+    def __call__(self, tokens, positions, segments=None, cache=None, context: Context | None = None):
         """Runs the decoder up to the final norm; `logits` does the rest, for the positions that need it.
 
         Args:
           tokens: int32[B, T]. positions: int32[B, T], each token's position in its own sequence.
           segments: int32[B, T], tokens see earlier tokens of their own segment; 0 is padding. Required without a cache.
+          context: tokens of other packed rows that these see, too; see `attention.Context`.
           cache: (k [L, B, K, H, S], v [L, B, K, S, H]). New keys are written at `positions`; a token sees cache slots <= its
             position.
 
         Returns:
           hidden [B, T, D] in `dtype`, and the updated cache (None without one).
         """
-        mask = segment_mask(segments) if cache is None else cache_mask(cache, positions)
-        hidden, cache = self.layers(self.embed(tokens), cache, positions, mask)
-        hidden = self.norm(hidden)
+        place = self.placement
+        if cache is None:
+            sight = Sight(segments, context)
+            sight = sight, prepare(sight, place.attention, self.dtype)
+        else:
+            sight = cache_mask(cache, positions)
+        hidden, cache = self.layers(place(self.embed(tokens)), cache, positions, sight)
+        hidden = place(self.norm(hidden))
         if self.is_initializing() and not self.config.tie_embeddings:
             self.lm_head(hidden[:1, :1])
         return hidden, cache

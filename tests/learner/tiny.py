@@ -62,6 +62,7 @@ def make_learner(mesh=(1, 1, 1), config: ModelConfig = model_config(), total_ste
         parameters(config),
         dtype=jnp.float32,
         remat="none",
+        attention="auto",
         num_real_ids=REAL_IDS,
         temperature=settings.rollout.temperature,
         objective=settings.objective,

@@ -1,0 +1,58 @@
+"""Splash attention, a Pallas kernel for TPUs that skips what lies behind the causal mask."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+LANES = 128  # the kernel wants lengths and head size in multiples of it
+NOTHING, ABSENT = -1, -2  # segments of filled-up tokens, and of context that nothing may see
+
+
+def fill(x: jax.Array, axis: int, value: int = 0) -> jax.Array:
+    """x with `axis` filled up to a multiple of LANES."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % LANES)
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def attention(q, k, v, segments, context_segments=None, placed: NamedSharding | None = None) -> jax.Array:
+    """Grouped-query attention of packed rows.
+
+    The kernel compares one segment a query with one a key, so a prefix that a token sees must carry the token's own segment: two
+    responses to one prompt may not share a packed row (`placement`, siblings_apart).
+
+    Args:
+      q: [B, T, N, H]. k, v: [B, C + T, K, H], the context first. segments: int32[B, T]. context_segments: int32[B, C] or None.
+      placed: of q, when it is spread over devices.
+
+    Returns:
+      [B, T, N, H] in q's dtype.
+    """
+    interpret = jax.default_backend() != "tpu"
+    C = k.shape[1] - q.shape[1]
+    if context_segments is None:
+        context_segments = jnp.zeros((q.shape[0], 0), jnp.int32)
+
+    def local(q, k, v, segments, context_segments):
+        from jax.experimental.pallas.ops.tpu import splash_attention as splash  # on first use: the import takes a while
+
+        T, H = q.shape[1], q.shape[3]
+        q = fill(fill(q * H**-0.5, 1), 3).transpose(0, 2, 1, 3)  # [B, N, T, H]
+        k, v = (
+            jnp.concatenate([fill(x[:, :C], 1), fill(x[:, C:], 1)], axis=1).transpose(0, 2, 1, 3)
+            for x in (fill(k, 3), fill(v, 3))
+        )
+        own = fill(segments, 1, NOTHING)
+        seen = fill(jnp.where(context_segments > 0, context_segments, ABSENT), 1, ABSENT)
+        mask = splash.CausalMask((own.shape[1], seen.shape[1] + own.shape[1]), offset=seen.shape[1])  # context is all in the past
+        run = splash.make_splash_mha_single_device(splash.MultiHeadMask([mask] * q.shape[1]), interpret=interpret)
+        ids = splash.SegmentIds(q=own, kv=jnp.concatenate([seen, own], axis=1))
+        out = jax.vmap(lambda q, k, v, ids: run(q, k, v, segment_ids=ids))(q, k, v, ids)
+        return out.transpose(0, 2, 1, 3)[:, :T, :, :H]
+
+    if placed is not None and placed.mesh.size > 1:
+        rows, heads = P(placed.spec[0]), placed.spec
+        specs = (heads, heads, heads, rows, rows)
+        local = jax.shard_map(local, mesh=placed.mesh, in_specs=specs, out_specs=heads, check_vma=False)
+    return local(q, k, v, segments, context_segments)

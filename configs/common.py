@@ -104,6 +104,32 @@ def get_config() -> ml_collections.ConfigDict:
         5.0  # seconds an answer; a worker past it is killed (rewards/service.py); some graders have their own
     )
 
+    config.judge = section()  # for data sources that a language model marks (research, datatask, DSBench, dabstep_research)
+    config.judge.base_url = ""  # OpenAI-compatible endpoint; "": none, and such sources are refused
+    config.judge.model = ""  # served model name
+    config.judge.api_key_env = "OPENAI_API_KEY"  # environment variable that holds the key
+    config.judge.enable_thinking = "unset"  # chat_template_kwargs.enable_thinking: true | false | unset (nothing is sent)
+    config.judge.temperatures = (0.0, 0.3, 0.7)  # tried in turn until a reply can be parsed
+    config.judge.attempts_per_temperature = 1
+    config.judge.timeout = 600.0  # seconds a request
+    config.judge.deadline = 1800.0  # seconds a mark, retries and waiting included; past it there is no verdict
+    config.judge.max_tokens = 8192  # reply limit; 0: none is sent (the reference)
+    config.judge.max_characters = 100000  # of each text that a judge is shown; longer ones lose their middle; 0: no limit
+    config.judge.max_concurrent = 32  # requests in flight
+    config.judge.cache = True  # keep every reply in <run>/judge; equal questions are asked once
+    config.judge.replay = ""  # folder of an earlier run's replies; a request that is not in it is an error
+    config.judge.token_budget = 0  # prompt plus completion tokens; 0: no budget; once spent there are no verdicts
+    config.judge.money_budget = 0.0  # in the currency of the prices; 0: no budget
+    config.judge.prompt_price = 0.0  # money a million prompt tokens
+    config.judge.completion_price = 0.0  # money a million completion tokens
+    config.judge.breaker_failures = 8  # transport failures in a row that open the circuit breaker
+    config.judge.breaker_seconds = 30.0  # until an open breaker lets one request try again
+
+    config.sandbox = section()  # for data sources that run code of the model's (ds1000, DSBench_data_modeling, agents)
+    config.sandbox.allow_network = False  # True: run it even where it cannot be isolated, as the trainer's user, with the network
+    config.sandbox.max_concurrent = 4  # programs at once
+    config.sandbox.seconds = 120.0  # of one DS-1000 answer, wall clock
+
     config.curriculum = section()
     config.curriculum.pool = "forest"  # none | forest
     config.curriculum.injection_ratio = 0.25  # hard states a step, as a fraction of data.batch_size; (0, 1]

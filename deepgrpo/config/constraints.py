@@ -32,6 +32,7 @@ CHOICES = {
     "curriculum.injection_mode": ("add", "replace"),
     "curriculum.failures": ("all", "longest_prefix"),
     "teacher.enable_thinking": ("true", "false", "unset"),
+    "judge.enable_thinking": ("true", "false", "unset"),
     "teacher.oracle": ("carry_chain", "arithmetic", "solutions"),
     "teacher.splice": ("text", "tokens"),
     **objective_rules.CHOICES,
@@ -80,6 +81,21 @@ RANGES = {  # key: interval of its value or of each element
     "rewards.workers": "[1, inf)",
     "rewards.waiting_workers": "[1, inf)",
     "rewards.deadline": "(0, inf)",
+    "judge.temperatures": "[0, inf)",
+    "judge.attempts_per_temperature": "[1, inf)",
+    "judge.timeout": "(0, inf)",
+    "judge.deadline": "(0, inf)",
+    "judge.max_tokens": "[0, inf)",
+    "judge.max_characters": "[0, inf)",
+    "judge.max_concurrent": "[1, inf)",
+    "judge.token_budget": "[0, inf)",
+    "judge.money_budget": "[0, inf)",
+    "judge.prompt_price": "[0, inf)",
+    "judge.completion_price": "[0, inf)",
+    "judge.breaker_failures": "[1, inf)",
+    "judge.breaker_seconds": "(0, inf)",
+    "sandbox.max_concurrent": "[1, inf)",
+    "sandbox.seconds": "(0, inf)",
     "curriculum.injection_ratio": "(0, 1]",
     "curriculum.rollout_n": "[0, inf)",
     "curriculum.min_remaining_tokens": "[1, inf)",
@@ -173,6 +189,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
         + objective_rules.rules(config)
         + reward_rules(config)
         + evaluation_rules(config)
+        + (judge_rules(config) if config.judge.base_url else [])
         + (vllm_rules(config) if config.rollout.engine == "vllm" else [])
         + (curriculum_rules(config) if injects else [])
         + (teacher_rules(config) if injects and config.teacher.enabled else [])
@@ -451,5 +468,29 @@ def teacher_rules(config: config_dict.ConfigDict) -> list[Rule]:
             ("teacher.replay",),
             not teacher.replay or pathlib.Path(teacher.replay).is_dir(),
             "expected the folder of an earlier run's replies (<run>/teacher); it does not exist",
+        ),
+    ]
+
+
+def judge_rules(config: config_dict.ConfigDict) -> list[Rule]:
+    judge = config.judge
+    return [
+        (("judge.base_url",), bool(re.match(r"https?://[^/\s]+", judge.base_url)), "expected http://HOST:PORT/v1"),
+        (("judge.model", "judge.base_url"), bool(judge.model), "expected the name of the model that the endpoint serves"),
+        (("judge.temperatures",), bool(judge.temperatures), "expected at least one temperature"),
+        (
+            ("judge.deadline", "judge.timeout"),
+            judge.deadline >= judge.timeout,
+            "a mark's deadline covers its requests; raise judge.deadline or lower judge.timeout",
+        ),
+        (
+            ("judge.money_budget", "judge.prompt_price", "judge.completion_price"),
+            judge.money_budget == 0 or judge.prompt_price + judge.completion_price > 0,
+            "a money budget needs prices",
+        ),
+        (
+            ("judge.replay",),
+            not judge.replay or pathlib.Path(judge.replay).is_dir(),
+            "expected the folder of an earlier run's replies (<run>/judge); it does not exist",
         ),
     ]

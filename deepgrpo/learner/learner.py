@@ -1,7 +1,9 @@
 """The learner: owns policy, optimizer and reference, and turns a step's rows into optimizer steps."""
 
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -9,18 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from deepgrpo.learner import packing, report, sharding
-from deepgrpo.learner.minibatch import partition
+from deepgrpo.learner import distributed, flops, packing, report, sharding
+from deepgrpo.learner.clock import DeviceClock
+from deepgrpo.learner.minibatch import most_rows, partition, shuffled
 from deepgrpo.learner.objective import MAIN, STREAMS, TEACHER, Objective
 from deepgrpo.learner.optim import Optim, init_adam, learning_rate
 from deepgrpo.learner.packing import Batch, Shape
 from deepgrpo.learner.programs import Programs
 from deepgrpo.learner.rows import Row
 from deepgrpo.model.config import ModelConfig
-from deepgrpo.model.transformer import Transformer
+from deepgrpo.model.attention import choose_backend
+from deepgrpo.model.transformer import Placement, Transformer
 from deepgrpo.types import Ids, as_ids
 
-SHUFFLE = 1  # purpose of this module's randomness in (seed, step, purpose)
 HOST_COUNTERS = ("schedule_step", "optimizer_steps", "nonfinite_steps", "skipped_updates")
 
 
@@ -34,36 +37,49 @@ class Learner:
         *,
         dtype: Any,
         remat: str,
+        attention: str,
         num_real_ids: int,
         temperature: float,
         objective: Mapping[str, Any],
         optim: Mapping[str, Any],
         learner: Mapping[str, Any],
         rollout_n: int,
+        max_rows: tuple[int, int] | None = None,
         seed: int,
         total_steps: int,
         strict_reference: bool,
         mesh: Mesh | None = None,
+        channel: distributed.Channel | None = None,
     ):
         """Args:
         params: initial policy, copied to the mesh as float32; also the reference policy if objective.kl_coef is not 0.
         num_real_ids: size of the tokenizer; vocabulary rows from here on have probability 0, as in the rollout engine.
         temperature: of the rollouts; log-probs are taken at it.
         objective, optim, learner: sections of the config. rollout_n: rollouts a dataset prompt.
+        max_rows: the most (students' main, other) rows of a training step, which bounds what a mini-batch must hold; None: two
+          mini-batches' worth.
         total_steps: of the run, for the cosine schedule. strict_reference: see `minibatch.partition`.
-        mesh: default: `learner.mesh` over all devices.
+        mesh: default: `learner.mesh` over all devices. channel: to (on process 0) and from the learner's other processes.
         """
         if temperature <= 0:
             raise ValueError(f"rollout.temperature is {temperature}, expected > 0: ratios need a distribution")
         self.mesh = sharding.make_mesh(learner["mesh"]) if mesh is None else mesh
-        self.model = Transformer(model_config, dtype=dtype, remat=remat)
+        backend = choose_backend(attention, self.mesh.devices.flat[0], dtype)
+        self.model = Transformer(model_config, dtype=dtype, remat=remat, placement=Placement(backend, sharding.rows(self.mesh)))
         self.vocab_size, self.num_real_ids = model_config.vocab_size, num_real_ids
         self.temperature = temperature
         self.objective = Objective.from_config(objective)
         self.optim = Optim.from_config(optim)
-        self.buckets, self.micro_batch_tokens = tuple(learner["buckets"]), learner["micro_batch_tokens"]
         self.mini_batch_rows, self.ppo_epochs = optim["mini_batch_prompts"] * rollout_n, optim["ppo_epochs"]
+        self.max_rows = most_rows(*(max_rows or (2 * self.mini_batch_rows, 0)), self.mini_batch_rows)
+        sizes = (learner["buckets"], learner["micro_batch_tokens"], sharding.batch_shards(self.mesh), self.max_rows)
+        self.shapes = packing.shapes(*sizes, share_prefix=learner["share_prefix"])
+        self.mini_batch_by = "rows" if strict_reference else optim["mini_batch_by"]
         self.seed, self.total_steps, self.strict_reference = seed, total_steps, strict_reference
+        self.peak_flops = learner["peak_flops"] or flops.peak(self.mesh.devices.flat[0].device_kind, jnp.dtype(dtype))
+        self._channel, self._clock = channel, DeviceClock()
+        self._running: PendingUpdate | None = None
+        self._replicate = jax.jit(lambda x: x, out_shardings=sharding.replicated(self.mesh))
 
         self._shardings = sharding.parameter_shardings(params, self.mesh)
         self._state = {"params": sharding.place(jax.tree.map(as_float32, params), self._shardings)}
@@ -124,7 +140,10 @@ class Learner:
         self._state = placed
 
     def host_state(self) -> dict[str, int]:
-        """Counters that resume: training steps of the schedule, optimizer steps, steps and updates that were skipped."""
+        """Counters that resume: training steps of the schedule, optimizer steps, steps and updates that were skipped. Waits for an
+        update that is under way."""
+        if self._running:
+            self._running.metrics()
         return dict(self._host)
 
     def restore_host(self, counters: Mapping[str, int]) -> None:
@@ -140,7 +159,12 @@ class Learner:
     ##################################################################################################################
 
     def update(self, rows: Sequence[Row], step: int) -> dict[str, float]:
-        """Trains on the rows of training step `step`; returns `actor/*`, `rollout_mismatch/*`, `perf/*` and `timing_s/*` metrics.
+        """`start_update`, and waits for its metrics."""
+        return self.start_update(rows, step).metrics()
+
+    def start_update(self, rows: Sequence[Row], step: int) -> "PendingUpdate":
+        """Trains on the rows of training step `step`, without waiting for the devices: `policy` may be used at once, and
+        `metrics()` of the result waits for what is then called `actor/*`, `rollout_mismatch/*`, `perf/*` and `timing_s/*`.
 
         The rows are cut at random, as a function of (seed, step), into mini-batches, one optimizer step each. Old log-probs are
         those of the policy before this call; reference log-probs are computed only for kl_coef > 0. Without rows nothing changes.
@@ -153,6 +177,12 @@ class Learner:
         rows = [row for row in rows if len(row.response_ids)]
         for row in rows:
             self._check(row)
+        if self._channel:
+            fields, arrays = distributed.encode_rows(rows)
+            self._channel.send("update", fields | {"step": step}, arrays)
+        return self._start_update(rows, step)
+
+    def _start_update(self, rows: Sequence[Row], step: int) -> "PendingUpdate":
         mini_batches = self._mini_batches(rows, step)
         if not mini_batches:
             self._host["skipped_updates"] += 1
@@ -160,48 +190,76 @@ class Learner:
                 "training/all_chains_empty_skip": float(not rows),
                 "training/skipped_updates": self._host["skipped_updates"],
             }
-            return skipped | {"actor/optimizer_steps": 0.0, "actor/total_mini_batch_steps": 0.0, "actor/lr_scheduler_step": 0.0}
-        compiled = self.programs.count, self.programs.seconds
-        times = {"timing_s/old_log_prob": 0.0, "timing_s/ref": 0.0, "timing_s/update_actor": 0.0}
-
-        with stopwatch(times, "timing_s/update_actor"):
-            batches = packing.layout(mini_batches, self.buckets, self.micro_batch_tokens, sharding.batch_shards(self.mesh))
-            device = [self._place(batch) for batch in batches]
-        if self._reference is not None:
-            with stopwatch(times, "timing_s/ref"):
-                for batch, arrays in zip(batches, device, strict=True):
-                    arrays["ref_logp"] = self._score(self._reference, arrays, batch.used)
-                jax.block_until_ready(device)
-        with stopwatch(times, "timing_s/old_log_prob"):
-            for batch, arrays in zip(
-                batches[1:], device[1:], strict=True
-            ):  # the first mini-batch starts on policy: its ratio is 1
-                arrays["old_logp"] = self._score(self.policy, arrays, batch.used)
-            jax.block_until_ready(device)
-        with stopwatch(times, "timing_s/update_actor"):
-            lr = learning_rate(self.optim, self._host["schedule_step"], self.total_steps)
-            results = self._optimizer_steps(batches, device, lr)
-
+            skipped |= {"actor/optimizer_steps": 0.0, "actor/total_mini_batch_steps": 0.0, "actor/lr_scheduler_step": 0.0}
+            return PendingUpdate(lambda: skipped)
+        start = time.monotonic()
+        batches = self._layout(mini_batches)
+        device = [self._place(batch) for batch in batches]
+        metrics = report.batch_metrics(batches) | {"timing_s/pack": time.monotonic() - start}
+        waited, count = self.programs.waited, self.programs.count
+        for arrays in device:  # what is not compiled yet is waited for now, so that no clock below counts it
+            self._program("train_step", arrays)
+        metrics |= {
+            "perf/compilations": float(self.programs.count),
+            "perf/new_compilations": float(self.programs.count - count),
+            "perf/recompilations": float(self.programs.recompilations),
+            "timing_s/compile": self.programs.waited - waited,
+        }
+        times = {"timing_s/ref": self._reference_pass(batches, device), "timing_s/old_log_prob": self._old_pass(batches, device)}
+        lr = learning_rate(self.optim, self._host["schedule_step"], self.total_steps)
         self._host["schedule_step"] += 1
+        begun = time.monotonic()
+        results = self._optimizer_steps(batches, device, lr)
+        times["timing_s/update_actor"] = self._clock.lap(begun, results[-1])
+        metrics |= {
+            "actor/lr": lr,
+            "actor/lr_scheduler_step": 1.0,
+            "actor/kl_coef": self.objective.kl_coef,
+            "training/all_chains_empty_skip": 0.0,
+            "training/skipped_updates": float(self._host["skipped_updates"]),
+        }
+        work = flops.of_update(self.model.config, mini_batches, [batch.tokens for batch in batches])
+        before, self._running = (
+            self._running,
+            PendingUpdate(functools.partial(self._finish, results, mini_batches, metrics, times, work)),
+        )
+        if before:
+            before.metrics()  # at most two updates are under way: the host cannot run away from its devices
+        return self._running
+
+    def _reference_pass(self, batches: list[Batch], device: list[dict[str, jax.Array]]) -> Future:
+        """Enqueues the reference's log-probs of all mini-batches; a future of the seconds that they take."""
+        begun = time.monotonic()
+        if self._reference is None:
+            return self._clock.lap(begun, ())
+        for batch, arrays in zip(batches, device, strict=True):
+            arrays["ref_logp"] = self._score(self._reference, arrays, batch.used)
+        return self._clock.lap(begun, device[-1]["ref_logp"])
+
+    def _old_pass(self, batches: list[Batch], device: list[dict[str, jax.Array]]) -> Future:
+        """Likewise the old log-probs, of all mini-batches but the first: that one starts on policy, its ratio is 1."""
+        begun = time.monotonic()
+        for batch, arrays in zip(batches[1:], device[1:], strict=True):
+            arrays["old_logp"] = self._score(self.policy, arrays, batch.used)
+        return self._clock.lap(begun, device[-1]["old_logp"])
+
+    def _finish(self, results: list, mini_batches: list[list[Row]], metrics: dict, times: dict[str, Future], work: float) -> dict:
+        """Waits for an update, counts what it did and returns its metrics."""
+        results = jax.device_get(results)
+        seconds = {name: future.result() for name, future in times.items()}
         finite = sum(bool(np.isfinite(result["grad_norm"])) for result in results)
         self._host["nonfinite_steps"] += len(results) - finite
         self._host["optimizer_steps"] += finite
-        metrics = report.actor_metrics(results, mini_batches) | report.mismatch_metrics(results[: len(batches)])
-        return (
-            metrics
-            | report.batch_metrics(batches)
-            | times
-            | {
-                "actor/lr": lr,
-                "actor/lr_scheduler_step": 1.0,
-                "actor/kl_coef": self.objective.kl_coef,
-                "training/all_chains_empty_skip": 0.0,
-                "training/skipped_updates": float(self._host["skipped_updates"]),
-                "perf/compilations": float(self.programs.count),
-                "perf/new_compilations": float(self.programs.count - compiled[0]),
-                "timing_s/compile": self.programs.seconds - compiled[1],
-            }
-        )
+        rate = self.ppo_epochs / max(seconds["timing_s/update_actor"], 1e-9)
+        metrics |= {"perf/flops": work * self.ppo_epochs, "perf/tokens_per_second": metrics["perf/tokens"] * rate}
+        if self.peak_flops:
+            metrics["perf/mfu/actor"] = work * rate / (self.peak_flops * self.mesh.size)
+        mismatch = report.mismatch_metrics(results[: len(mini_batches)])
+        return metrics | report.actor_metrics(results, mini_batches) | mismatch | seconds
+
+    def _layout(self, mini_batches: Sequence[Sequence[Row]]) -> list[Batch]:
+        apart = self.model.placement.attention == "splash"
+        return packing.layout(mini_batches, self.shapes, sharding.batch_shards(self.mesh), siblings_apart=apart)
 
     def _check(self, row: Row) -> None:
         if not len(row.prompt_ids):
@@ -217,7 +275,7 @@ class Learner:
 
     def _mini_batches(self, rows: Sequence[Row], step: int) -> list[list[Row]]:
         """Rows of each optimizer step of one epoch."""
-        order = np.random.default_rng((self.seed, step, SHUFFLE)).permutation(len(rows))
+        order = shuffled([row.group_id for row in rows], self.mini_batch_by, self.seed, step)
         streams = [[rows[i] for i in order if rows[i].source == source] for source in STREAMS]
         sizes = [len(stream) for stream in streams]
         mixed = self.objective.teacher_reduction == "mixed_token_mean"
@@ -226,7 +284,7 @@ class Learner:
         return [[next(it) for it, n in zip(iterators, part.rows, strict=True) for _ in range(n)] for part in plan]
 
     def _optimizer_steps(self, batches: list[Batch], device: list[dict[str, jax.Array]], lr: float) -> list[dict[str, Any]]:
-        """Runs every epoch over the mini-batches; returns each step's results on the host."""
+        """Enqueues every epoch over the mini-batches; returns each step's results, on the devices."""
         results = []
         for epoch in range(self.ppo_epochs):
             for i, (batch, arrays) in enumerate(zip(batches, device, strict=True)):
@@ -237,7 +295,7 @@ class Learner:
                 if first and self.ppo_epochs > 1:
                     arrays["old_logp"] = old_logp
                 results.append(result)
-        return jax.device_get(results)
+        return results
 
     ##################################################################################################################
     #  Scoring
@@ -254,22 +312,33 @@ class Learner:
             Row(as_ids(prompt), as_ids(response), 0.0, MAIN, 0.0, None, f"score/{i}", -1, False, 0.0)
             for i, (prompt, response) in enumerate(sequences)
         ]
-        filled = [row for row in rows if len(row.response_ids)]
-        if not filled:
-            return lambda: [np.zeros(0, np.float32) for _ in rows]
-        for row in filled:
-            self._check(row)
-        (batch,) = packing.layout([filled], self.buckets, self.micro_batch_tokens, sharding.batch_shards(self.mesh))
+        for row in rows:
+            if len(row.response_ids):
+                self._check(row)
+        if self._channel:
+            fields, arrays = distributed.encode_rows(rows)
+            self._channel.send("score", fields | {"at_temperature_1": at_temperature_1}, arrays)
+        return self._start_score(rows, at_temperature_1)
+
+    def _start_score(self, rows: Sequence[Row], at_temperature_1: bool) -> Callable[[], list[np.ndarray]]:
         name = "score_at_1" if at_temperature_1 and self.temperature != 1 else "score"
-        arrays = self._place(batch)
-        logp = self._program(name, arrays)(self.policy, arrays, *self._scalars(np.int32(batch.used)))
+        filled = [row for row in rows if len(row.response_ids)]
+        started = []
+        for begin in range(0, len(filled), self.mini_batch_rows):  # what a mini-batch holds, the compiled shapes hold
+            part = [filled[begin : begin + self.mini_batch_rows]]
+            (batch,) = self._layout(part)
+            arrays = self._place(batch)
+            logp = self._program(name, arrays)(self.policy, arrays, *self._scalars(np.int32(batch.used)))
+            started.append((batch.slots, self._gather(logp)))
 
         def fetch() -> list[np.ndarray]:
-            host, slots, results = jax.device_get(logp), iter(batch.slots), []
+            fetched = [(slots, jax.device_get(logp)) for slots, logp in started]
+            found = iter([(host[a, b], start) for slots, host in fetched for a, b, start in slots])
+            results = []
             for row in rows:
                 n = len(row.response_ids)
-                a, b, start = next(slots) if n else (0, 0, 0)
-                results.append(np.asarray(host[a, b, start : start + n]))
+                columns, start = next(found) if n else (np.zeros(0, np.float32), 0)
+                results.append(np.array(columns[start : start + n]))
             return results
 
         return fetch
@@ -279,30 +348,65 @@ class Learner:
         return self._program("score" if same else "score_reference", arrays)(params, arrays, *self._scalars(np.int32(used)))
 
     def _program(self, name: str, arrays: dict[str, jax.Array]) -> Callable:
-        return self.programs(name, Shape(*arrays["tokens"].shape))
+        return self.programs(name, Shape.of(arrays))
 
     def _scalars(self, *values: np.generic) -> tuple[jax.Array, ...]:
         """Explicit transfers: the training loop may forbid the implicit ones."""
-        return jax.device_put(values, sharding.replicated(self.mesh))
+        return sharding.put(values, sharding.replicated(self.mesh))
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        """The same array where every process can fetch all of it."""
+        return x if x.is_fully_addressable else self._replicate(x)
 
     def _place(self, batch: Batch) -> dict[str, jax.Array]:
         zeros = np.zeros(batch.arrays["tokens"].shape, np.float32)
         arrays = batch.arrays | {"old_logp": zeros, "ref_logp": zeros}
-        return jax.device_put(arrays, sharding.micro_batches(self.mesh))
+        return sharding.put(arrays, sharding.micro_batches(self.mesh))
+
+
+    ##################################################################################################################
+    #  Several processes
+    ##################################################################################################################
+
+    def announce(self, name: str, **fields: Any) -> None:
+        """On process 0, before work on the learner's arrays that is not the learner's own: the others begin handler `name`."""
+        if self._channel:
+            self._channel.send(name, fields, {})
+
+    def follow(self, handlers: Mapping[str, Callable[..., None]]) -> None:
+        """The life of every process but the first: repeats what process 0 does to the learner, until that ends.
+
+        handlers: what `announce` starts, by name.
+
+        Raises:
+          ConnectionError: process 0 is gone.
+        """
+        while True:
+            name, fields, arrays = self._channel.receive()
+            if name == "stop":
+                return
+            if name == "update":
+                self._start_update(distributed.decode_rows(fields, arrays), fields["step"])
+            elif name == "score":
+                self._start_score(distributed.decode_rows(fields, arrays), fields["at_temperature_1"])
+            else:
+                handlers[name](**fields)
 
 
 def as_float32(x: Any) -> Any:
     return x.astype(np.float32)
 
 
-class stopwatch:
-    """Adds the seconds of a `with` block to times[name]."""
+class PendingUpdate:
+    """An update that the devices may still be working on."""
 
-    def __init__(self, times: dict[str, float], name: str):
-        self.times, self.name = times, name
+    def __init__(self, finish: Callable[[], dict[str, float]]):
+        self._finish = finish
+        self._metrics: dict[str, float] | None = None
 
-    def __enter__(self) -> None:
-        self.start = time.monotonic()
-
-    def __exit__(self, *_) -> None:
-        self.times[self.name] += time.monotonic() - self.start
+    def metrics(self) -> dict[str, float]:
+        """Waits for the devices, the first time, and returns the update's metrics."""
+        if self._metrics is None:
+            self._metrics = self._finish()
+            self._finish = None  # what it holds may go
+        return dict(self._metrics)

@@ -1,8 +1,11 @@
-"""How a step's rows are cut into optimizer steps (sizes only; which rows is the learner's permutation)."""
+"""How a step's rows are cut into optimizer steps: in which order they come, and how many each step gets."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
+
+SHUFFLE = 1  # purpose of this module's randomness in (seed, step, purpose)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +19,29 @@ class MiniBatch:
 def balanced(n: int, parts: int) -> list[int]:
     """Sizes of `parts` slices of n rows that differ by at most one, larger ones first."""
     return [n // parts + (i < n % parts) for i in range(parts)]
+
+
+def most_rows(main: int, other: int, mini_batch_rows: int) -> int:
+    """Rows of the largest mini-batch that `partition` makes of at most so many main and other (branch, teacher) rows: one step
+    takes up to twice `mini_batch_rows` less one, and all the other rows."""
+    return min(main, 2 * mini_batch_rows - 1) + other
+
+
+def shuffled(group_ids: Sequence[str], by: str, seed: int, step: int) -> list[int]:
+    """The order in which the rows of a step are cut into mini-batches: indices of rows, a function of its arguments.
+
+    Args:
+      group_ids: of each row. by: "groups": whole groups change places, so that the prompt that a group shares is computed in one
+        mini-batch, or in two where the cut goes through it; "rows": every row by itself (the reference).
+    """
+    random = np.random.default_rng((seed, step, SHUFFLE))
+    if by == "rows":
+        return [int(i) for i in random.permutation(len(group_ids))]
+    members: dict[str, list[int]] = {}
+    for i, group in enumerate(group_ids):
+        members.setdefault(group, []).append(i)
+    groups = list(members.values())
+    return [i for g in random.permutation(len(groups)) for i in groups[g]]
 
 
 def injection_count(batch_size: int, ratio: float, ready: int, strict_reference: bool = False) -> int:

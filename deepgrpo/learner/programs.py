@@ -1,8 +1,12 @@
-"""The learner's compiled programs: what is lowered for a batch shape, compiled once, timed and counted."""
+"""The learner's compiled programs: what is lowered for a batch shape, compiled once, ahead of its use, timed and counted."""
 
+import concurrent.futures
 import dataclasses
+import logging
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,11 +14,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from deepgrpo.learner import policy as policies
-from deepgrpo.learner import sharding, step
+from deepgrpo.learner import packing, sharding, step
 from deepgrpo.learner.objective import Objective
 from deepgrpo.learner.optim import Optim
-from deepgrpo.learner.packing import FLOAT_ARRAYS, INT_ARRAYS, Shape
+from deepgrpo.learner.packing import Shape
 from deepgrpo.model.transformer import Transformer
+
+THREADS = 4  # that compile at once: XLA uses a few cores for one program, and each program has serial parts
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -22,7 +30,7 @@ class Programs:
     """Programs by (name, shape): `train_step`, `score`, `score_at_1` (temperature 1) and `score_reference` (reference's dtype).
 
     abstract_state: the learner's state as ShapeDtypeStructs with shardings. block: see learner.logprob_block.
-    seconds: spent compiling so far.
+    waited: seconds that callers have waited for a compilation so far.
     """
 
     model: Transformer
@@ -33,20 +41,67 @@ class Programs:
     temperature: float
     num_real_ids: int
     block: int
-    seconds: float = 0.0
-    _compiled: dict[tuple, Callable] = dataclasses.field(default_factory=dict)
+    waited: float = 0.0
+    _planned: set[tuple[str, Shape]] = dataclasses.field(default_factory=set)
+    _futures: dict[tuple[str, Shape], concurrent.futures.Future] = dataclasses.field(default_factory=dict)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
     def count(self) -> int:
-        return len(self._compiled)
+        """Programs compiled so far."""
+        return sum(future.done() and not future.cancelled() for future in self._futures.values())
+
+    @property
+    def recompilations(self) -> int:
+        """Programs that were compiled although no plan held them: the training loop had to wait for each."""
+        return len(self._futures.keys() - self._planned)
+
+    def plan(self, keys: Iterable[tuple[str, Shape]]) -> None:
+        """Declares programs that the run will use, in the order of their first use. They are compiled when they are called."""
+        self._planned |= set(keys)
+
+    def compile_ahead(self, keys: Iterable[tuple[str, Shape]]) -> None:
+        """`plan`, and starts to compile in the background; returns at once."""
+        keys = list(keys)
+        self.plan(keys)
+        pool = concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "compile")
+        with self._lock:
+            for key in keys:
+                if key not in self._futures:
+                    self._futures[key] = pool.submit(self._compile, *key)
+        pool.shutdown(wait=False)  # what was submitted still runs
+
+    def close(self) -> None:
+        """Gives up what has not begun to compile."""
+        for future in self._futures.values():
+            future.cancel()
 
     def __call__(self, name: str, shape: Shape) -> Callable:
-        """The compiled program; compiled on first use, which is timed and counted."""
-        if (name, shape) not in self._compiled:
-            start = time.monotonic()
-            self._compiled[name, shape] = self.lower(name, shape).compile()
-            self.seconds += time.monotonic() - start
-        return self._compiled[name, shape]
+        """The compiled program. What waits its turn in the background is compiled here instead."""
+        start = time.monotonic()
+        with self._lock:
+            future = self._futures.get((name, shape))
+            mine = future is None or future.cancel()
+            if mine:
+                future = self._futures[name, shape] = concurrent.futures.Future()
+                future.set_running_or_notify_cancel()  # whoever calls next waits for this one
+        if mine:
+            try:
+                future.set_result(self._compile(name, shape))
+            except BaseException as error:
+                future.set_exception(error)
+        program = future.result()
+        self.waited += time.monotonic() - start
+        return program
+
+    def _compile(self, name: str, shape: Shape) -> Callable:
+        start = time.monotonic()
+        with jax.set_mesh(self.mesh):  # a matter of the thread
+            lowered = self.lower(name, shape)
+            traced = time.monotonic()
+            program = lowered.compile()
+        log.info("compiled %s %s: traced in %.1f s, compiled in %.1f s", name, shape, traced - start, time.monotonic() - traced)
+        return program
 
     def lower(self, name: str, shape: Shape) -> Any:
         """A program lowered for a batch shape, from shapes alone: nothing is allocated."""
@@ -58,9 +113,9 @@ class Programs:
         def scalar(dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((), dtype, sharding=whole)
 
-        dtypes = dict.fromkeys(INT_ARRAYS, jnp.int32) | dict.fromkeys(FLOAT_ARRAYS + ("old_logp", "ref_logp"), jnp.float32)
-        size = (shape.A, shape.B, shape.T)
-        arrays = {key: jax.ShapeDtypeStruct(size, dtype, sharding=batch) for key, dtype in dtypes.items()}
+        scored = ((shape.A, shape.B, shape.T), jnp.float32)
+        sizes = packing.array_shapes(shape) | {"old_logp": scored, "ref_logp": scored}
+        arrays = {key: jax.ShapeDtypeStruct(*size, sharding=batch) for key, size in sizes.items()}
         state = dict(self.abstract_state)
         reference = state.pop("reference", None)
         if name == "train_step":

@@ -1,0 +1,176 @@
+"""Several processes, one learner: how they find each other, and how the first tells the others what to compute next.
+
+Process 0 runs the training loop: rollouts, grading, curriculum, teacher, files. The others hold their shards of the state and
+repeat, in the same order, every device program that process 0 starts; `Learner.follow` is their whole life. What they need is
+sent from host to host, so that nobody waits inside a collective operation, whose patience is short, while rollouts are made.
+
+    process 0   rollouts, rows ──send("update", rows)──► start_update ──send("save", step)──► checkpoint ...
+    process 1   receive ───────────────────────────────► start_update ──receive─────────────► checkpoint ...
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import connection
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from deepgrpo.learner.rows import Row
+
+# Variables of schedulers whose processes JAX recognises by itself, each with a value above 1 when there are several.
+CLUSTERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+GREETING_BYTES = 1024
+
+log = logging.getLogger(__name__)
+
+
+def initialise(section: Mapping[str, Any]) -> None:
+    """Joins the processes of this run; before anything else asks JAX for devices.
+
+    With learner.coordinator set, its three keys decide. Otherwise a scheduler that started several processes does (SLURM, Open
+    MPI), or TPU_WORKER_HOSTNAMES with several hosts; without any, the process is alone.
+    """
+    if section["coordinator"]:
+        count, index = section["num_processes"], section["process_id"]
+        jax.distributed.initialize(section["coordinator"], count, index)
+    elif any(int(os.environ.get(name) or 1) > 1 for name in CLUSTERS) or "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        jax.distributed.initialize()
+    if jax.process_count() > 1:
+        log.info("process %d of %d, with %d devices", jax.process_index(), jax.process_count(), jax.local_device_count())
+
+
+def require_agreement(value: Any, what: str) -> None:
+    """Raises ValueError unless all processes hold the same JSON-able value."""
+    if jax.process_count() == 1:
+        return
+    mine = json.dumps(value).encode()
+    theirs = _broadcast(mine)
+    if mine != theirs:
+        raise ValueError(
+            f"{what}: process {jax.process_index()} finds {mine.decode()}, process 0 {theirs.decode()}; expected the same: do all"
+            " hosts see one run folder and one configuration?"
+        )
+
+
+class Channel:
+    """From process 0 to all others: messages of a name, a JSON-able mapping and arrays, in order.
+
+    A process that is gone is an error at the next message, on either side.
+    """
+
+    def __init__(self, connections: Sequence[connection.Connection]):
+        self._connections = connections
+
+    def send(self, name: str, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Raises ConnectionError: a process is gone."""
+        buffer = io.BytesIO()
+        header = np.frombuffer(json.dumps([name, fields]).encode(), np.uint8)
+        np.savez(buffer, header=header, **{f"array:{key}": x for key, x in arrays.items()})
+        for index, one in enumerate(self._connections, 1):
+            try:
+                one.send_bytes(buffer.getbuffer())
+            except OSError as error:
+                raise ConnectionError(f"process {index} of the learner is gone ({error}); see its own output") from error
+
+    def receive(self) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
+        """Waits for the next message. Raises ConnectionError: process 0 is gone."""
+        try:
+            content = self._connections[0].recv_bytes()
+        except (EOFError, OSError) as error:
+            raise ConnectionError("process 0 of the learner is gone before it said so; see its own output") from error
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            name, fields = json.loads(bytes(file["header"]))
+            arrays = {key.removeprefix("array:"): file[key] for key in file.files if key != "header"}
+        return name, fields, arrays
+
+
+@contextlib.contextmanager
+def open_channel(coordinator: str = "") -> Iterator[Channel | None]:
+    """The channel of this run's processes, None where there is one; process 0 ends the others when it leaves.
+
+    coordinator: learner.coordinator, whose host is process 0's.
+    """
+    if jax.process_count() == 1:
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        if jax.process_index():
+            ours = stack.enter_context(_reach(json.loads(_broadcast(b""))))
+            yield Channel([ours])
+            return
+        key = secrets.token_hex(16)
+        listener = stack.enter_context(connection.Listener(("", 0), backlog=jax.process_count(), authkey=key.encode()))
+        _broadcast(json.dumps({"addresses": _addresses(coordinator), "port": listener.address[1], "key": key}).encode())
+        accepted = [stack.enter_context(listener.accept()) for _ in range(jax.process_count() - 1)]
+        channel = Channel(accepted)
+        yield channel
+        channel.send("stop", {}, {})  # only after a life without an error: the others' last message must not lie
+
+
+def _reach(greeting: Mapping[str, Any]) -> connection.Connection:
+    """Connects to process 0 at the first of its addresses that answers."""
+    failures = []
+    for host in greeting["addresses"]:
+        try:
+            return connection.Client((host, greeting["port"]), authkey=greeting["key"].encode())
+        except OSError as error:
+            failures.append(f"{host}: {error}")
+    raise ConnectionError(f"process 0 cannot be reached at port {greeting['port']}: {'; '.join(failures)}. Set learner.coordinator")
+
+
+def _addresses(coordinator: str) -> list[str]:
+    """Where this host may be reached, best first: the configured name, the address of its default route, its own name."""
+    found = [coordinator.rpartition(":")[0].strip("[]")] if coordinator else []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing: only asks which interface would
+        found.append(probe.getsockname()[0])
+    return [*found, socket.gethostname(), "127.0.0.1"]
+
+
+def _broadcast(text: bytes) -> bytes:
+    """Process 0's text, in every process."""
+    if len(text) > GREETING_BYTES:
+        raise ValueError(f"{len(text)} bytes to agree on, expected at most {GREETING_BYTES}")
+    padded = np.frombuffer(text.ljust(GREETING_BYTES), np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)).rstrip()
+
+
+######################################################################################################################
+#  Rows on the wire
+######################################################################################################################
+
+
+def encode_rows(rows: Sequence[Row]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Rows as (JSON-able fields, arrays): each array field of all rows in one array, with the rows' lengths, -1 for None."""
+    scalars: dict[str, list] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for field in dataclasses.fields(Row):
+        values = [getattr(row, field.name) for row in rows]
+        present = [value for value in values if isinstance(value, np.ndarray)]
+        if present:
+            arrays[field.name] = np.concatenate(present)
+            arrays[f"{field.name}/length"] = np.array([-1 if value is None else len(value) for value in values])
+        else:
+            scalars[field.name] = [value.item() if isinstance(value, np.generic) else value for value in values]
+    return {"rows": scalars}, arrays
+
+
+def decode_rows(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[Row]:
+    """The inverse of `encode_rows`, to the bit."""
+    columns = dict(fields["rows"])
+    for name in [key for key in arrays if not key.endswith("/length")]:
+        lengths = arrays[f"{name}/length"]
+        ends = np.cumsum(np.maximum(lengths, 0))
+        parts = [arrays[name][end - n : end] for n, end in zip(lengths, ends, strict=True) if n >= 0]
+        present = iter(parts)
+        columns[name] = [None if n < 0 else next(present) for n in lengths]
+    return [Row(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]

@@ -167,6 +167,7 @@ _AMOUNT = re.compile(
     r"(?: ?(?P<scale>thousand|million|billion|trillion|mn|bn|[kmb])(?![a-z]))?(?P<close> ?\))?"
     r" ?(?P<unit>[a-z%\u20ac$\u00b0][a-z/.^%$ \u00b0]*(?:\^?[23])?)?"
 )
+_ABOUT = re.compile(r"^(?:approximately |approx\.? |about |around |roughly |[~\u2248=] ?)")
 _NOT_UNITS = frozenset("or and not to than of out bc ad bce ce x times vs versus minus plus".split())
 
 
@@ -201,9 +202,10 @@ class Amount:
 def amount(text: str, accounting: bool = False) -> Amount | None:
     """The number, with its unit, that `text` consists of; None if it says anything else.
 
-    accounting: parentheses around a number mean that it's negative.
+    accounting: as in financial reports: parentheses around a number mean that it's negative, and it may be called approximate.
     """
     folded = fold(text).rstrip(" .") if len(text) <= 2 * MAX_AMOUNT else ""
+    folded = _ABOUT.sub("", folded) if accounting else folded
     if folded in _COUNTS:
         folded = str(_COUNTS.index(folded))
     match = _AMOUNT.fullmatch(folded) if len(folded) <= MAX_AMOUNT else None
@@ -270,7 +272,7 @@ class Rules:
 
     close: whether two numbers agree.
     bare_units: a unit of measure may be left out, or added to a bare key.
-    accounting: (3.2) is -3.2.
+    accounting: (3.2) is -3.2, and about 3.2 is 3.2.
     """
 
     close: Close = exact

@@ -84,14 +84,23 @@ def _match(key: Form, answer: Form, rules: Rules) -> bool:
             return True
     if isinstance(key, Items) and isinstance(answer, Brackets) and answer.opening + answer.closing == "()":  # x=2, y=3 as (2,3)
         return all(isinstance(part, Relation) for part in key.parts) and _match_all(key.parts, answer.parts, rules)
-    if isinstance(key, Sets) and isinstance(answer, Sets) and set(key.operators) == set(answer.operators) == {"\\cup"}:
-        if _match_items(key.parts, answer.parts, rules):
+    if isinstance(key, Sets | Items) and isinstance(answer, Sets | Items) and _unites(key) and _unites(answer):
+        if _match_items(_members(key), _members(answer), rules):
             return True
     if isinstance(key, Matrix) or isinstance(answer, Matrix):
         return isinstance(key, Matrix) and isinstance(answer, Matrix) and _match_matrix(key, answer)
     if isinstance(key, Value | Words | Numeral) and isinstance(answer, Value | Words | Numeral):
         return _match_leaf(key, answer, rules)
     return _same_set(key, answer)
+
+
+def _unites(form: Form) -> bool:
+    return isinstance(form, Items) or set(form.operators) == {"\\cup"}
+
+
+def _members(form: Form) -> list[Form]:
+    """What a list, a set or a union of sets consists of: points and intervals."""
+    return [member for part in form.parts for member in (part.parts if isinstance(part, Items) and part.braces else (part,))]
 
 
 def _unwrapped(form: Form, rules: Rules) -> Form:
@@ -165,7 +174,7 @@ def _match_leaf(key: Value | Words | Numeral, answer: Value | Words | Numeral, r
         left, right = (_NUMERALS.get(text, text) for text in (_words(key), _words(answer)))
         return left == right != ""
     k, a = key.quantity, answer.quantity
-    if k.unit and a.unit and k.unit != a.unit:
+    if k.unit and a.unit and not _same_unit(k.unit, a.unit):
         return False
     if a.percent and k.unit:
         return False
@@ -184,6 +193,13 @@ def _match_leaf(key: Value | Words | Numeral, answer: Value | Words | Numeral, r
         return _match_value(_scaled(tree, k.scale), _scaled(expression.parse(right), a.scale), k.percent, a.percent, left, rules)
     except ParseError:
         return False
+
+
+def _same_unit(key: tuple[str, ...], answer: tuple[str, ...]) -> bool:
+    """The same unit; one side may leave out what it is counted per: cents, cents per ounce."""
+    if ("per" in key) != ("per" in answer):
+        key, answer = (unit[: unit.index("per")] if "per" in unit[1:] else unit for unit in (key, answer))
+    return key == answer
 
 
 def _words(form: Value | Words) -> str:
@@ -206,8 +222,10 @@ def _equal(key, answer, key_text: str, rules: Rules) -> bool:
     if rules.measured and (margin := _half_unit(key_text)) is not None and not expression.symbols(answer):
         left, right = expression.exact(key), expression.exact(answer)
         return left is not None and right is not None and abs(left - right) <= margin
-    if rules.free_constant and len({"c", "C"} & expression.symbols(key)) == 1:
-        return expression.equal(_renamed(key), _renamed(answer))
+    if rules.free_constant and len(constant := {"c", "C"} & expression.symbols(key)) == 1:
+        new = (expression.symbols(answer) - expression.symbols(key)) & _CONSTANTS
+        if len(new) == 1 and not constant & expression.symbols(answer):
+            return expression.equal(key, _renamed(answer, *new, *constant))
     return False
 
 
@@ -215,10 +233,13 @@ def _scaled(tree, scale: int):
     return tree if scale == 1 else ("mul", tree, ("num", expression.Fraction(scale)))
 
 
-def _renamed(tree):
-    if tree == ("sym", "C"):
-        return ("sym", "c")
-    return tuple(_renamed(child) if isinstance(child, tuple) else child for child in tree)
+_CONSTANTS = frozenset(("c", "C", "c_1", "C_1", "C_0", "c_0", "k", "K", "A", "B"))
+
+
+def _renamed(tree, old: str, new: str):
+    if tree == ("sym", old):
+        return ("sym", new)
+    return tuple(_renamed(child, old, new) if isinstance(child, tuple) else child for child in tree)
 
 
 _MEASURED = re.compile(
@@ -240,6 +261,8 @@ def _match_numeral(key: Value | Words | Numeral, answer: Value | Words | Numeral
     if isinstance(key, Numeral) and isinstance(answer, Numeral):
         return key.digits.lstrip("0") == answer.digits.lstrip("0") and key.base == answer.base
     numeral, other = (key, answer) if isinstance(key, Numeral) else (answer, key)
+    if numeral is answer and numeral.base == 10:
+        return _match_leaf(key, Value(quantity(numeral.digits)), rules)
     bare = canonical(other.quantity.body).strip("()") if isinstance(other, Value) else ""
     return numeral.digits.lstrip("0") == bare.lstrip("0") and (numeral is key or rules.bases)
 
@@ -255,7 +278,7 @@ def _match_relation(key: Form, answer: Form, rules: Rules) -> bool:
         if set(key.operators) == set(answer.operators) == {"="}:
             return _match_equations(key, answer, rules)
         same_sides = len(key.sides) == len(answer.sides) and key.operators == answer.operators
-        return same_sides and all(_equal_text(k, a) for k, a in zip(key.sides, answer.sides, strict=True))
+        return same_sides and all(_equal_side(k, a) for k, a in zip(key.sides, answer.sides, strict=True))
     if isinstance(key, Relation):
         named = set(key.operators) == {"="} and _NAME.fullmatch(canonical(key.sides[0]))
         return bool(named) and _match(parse(key.sides[-1]), answer, rules)
@@ -268,10 +291,18 @@ def _match_relation(key: Form, answer: Form, rules: Rules) -> bool:
     return any(_match(key, parse(side), rules) for side in (last, first))
 
 
+def _equal_side(key: str, answer: str) -> bool:
+    k, a = quantity(key), quantity(answer)
+    same_unit = k.unit is None or a.unit is None or _same_unit(k.unit, a.unit)
+    return _equal_text(key, answer) or (same_unit and _equal_text(k.body, a.body))
+
+
 def _match_equations(key: Relation, answer: Relation, rules: Rules) -> bool:
     if canonical(key.sides[0]) == canonical(answer.sides[0]):
         return _match(parse(key.sides[-1]), parse(answer.sides[-1]), rules)
     names = [canonical(relation.sides[0]) for relation in (key, answer)]
+    if "y" in names and any(re.fullmatch(r"[a-z]\(x\)", name) for name in names):  # a function and its graph
+        return _match(parse(key.sides[-1]), parse(answer.sides[-1]), rules)
     if all(re.fullmatch(r"\\?[A-Za-z]+(?:_\w+)?", name) for name in names) and not _letters(key.sides[-1]):
         return False  # the same value for another variable
     try:
@@ -343,9 +374,20 @@ def _real_set(form: Form) -> _RealSet | None:
         points = [_real(part) for part in form.parts]
         if form.braces and points and None not in points:
             return _RealSet(tuple(points), lambda x: any(expression.close(x, point) for point in points))
-        alternatives = all(isinstance(part, Relation) for part in form.parts)
-        return _joined(form.parts, ["\\cup"] * (len(form.parts) - 1)) if alternatives else None
+        return _alternatives(form.parts) if all(isinstance(part, Relation) for part in form.parts) else None
     return _joined(form.parts, form.operators) if isinstance(form, Sets) else None
+
+
+def _alternatives(parts: Sequence[Relation]) -> _RealSet | None:
+    """Listed inequalities: their union, or what they have in common where the union would be everything (x > 3, x <= 4)."""
+    points = [_inequality(part, point=True) for part in parts]
+    names = {canonical(side) for part in parts for side in part.sides if _real(parse(side)) is None}
+    if any(point is None for point in points) or len(names) != 1:
+        return None
+    ends = sorted(end for point in points for end in point.ends if mpmath.isfinite(end))
+    probes = [*ends, *((a + b) / 2 for a, b in zip(ends, ends[1:], strict=False)), ends[0] - 1, ends[-1] + 1]
+    quantifier = all if all(any(point.has(x) for point in points) for x in probes) else any
+    return _RealSet(tuple(ends), lambda x: quantifier(point.has(x) for point in points))
 
 
 def _joined(parts: Sequence[Form], operators: Sequence[str]) -> _RealSet | None:
@@ -363,12 +405,15 @@ def _joined(parts: Sequence[Form], operators: Sequence[str]) -> _RealSet | None:
     return _RealSet(tuple(end for s in sets for end in s.ends), has)
 
 
-def _inequality(relation: Relation) -> _RealSet | None:
+def _inequality(relation: Relation, point: bool = False) -> _RealSet | None:
+    """The set that an inequality describes; with `point`, also an equation's."""
     values = [_real(parse(side)) for side in relation.sides]
     unknown = [i for i, value in enumerate(values) if value is None]
     if len(unknown) != 1 or not _NAME.fullmatch(canonical(relation.sides[unknown[0]])):
         return None
     at = unknown[0]
+    if point and relation.operators == ("=",):
+        return _RealSet((values[1 - at],), lambda x: expression.close(x, values[1 - at]))
     if relation.operators == ("!=",):
         return _RealSet((values[1 - at],), lambda x: not expression.close(x, values[1 - at]))
     if any(operator not in ("<", "<=") for operator in relation.operators) or len(values) > 3 or (len(values) == 3 and at != 1):

@@ -87,16 +87,22 @@ _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "<=": "<=", ">=": ">=", "\\ne": "!=", "\\equiv": "="}
 _APPROXIMATE = {"\\approx", "\\simeq", "\\sim", "\\doteq"}
 _SET_OPERATORS = {"\\cup", "\\cap", "\\setminus"}
-_NUMBER_SETS = re.compile(r".*\\in\s*\\mathbb\s*\{?[ZNQ]\}?.*|.*\\in\s*\{?\\?(?:Z|N)\}?")
+_NUMBER_SETS = re.compile(r".*\\in\s*\\mathbb\s*\{?[ZNQRC]\}?.*|.*\\in\s*\{?\\?(?:Z|N)\}?")
 _LABEL = re.compile(rf"{TEXT_OPEN}[^{TEXT_CLOSE}]*{TEXT_CLOSE}\s*[:.]?\s*(?=\S)")
 _PREAMBLE = re.compile(r"(?:(?:the|so|therefore|thus|hence)\s+)*(?:final\s+)?answer(?:\s+is)?\s*[:=]?\s*", re.IGNORECASE)
 _MATRIX = re.compile(
-    r"(?P<factor>.*?)\\begin\{(?P<name>[bpB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(?P<body>.*)\\end\{(?P=name)\}", re.DOTALL
+    r"(?P<factor>.*?)\\begin\{(?P<name>[bpB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(?P<body>.*)\\end\{(?P=name)\}(?P<tail>.*)",
+    re.DOTALL,
 )
-_NUMERAL = re.compile(r"\(?(-?[0-9A-Z]*\d[0-9A-Z]*(?:\.\d+)?)\)?_\{?\(?(?:base)?(\d+|[a-z]+)\)?\}?")
+_NUMERAL = re.compile(r"[({]?(-?[0-9A-Z]*\d[0-9A-Z]*(?:\.\d+)?)[)}]?_\{?\(?(?:base)?(\d+|[a-z]+)\)?\}?")
+_FRENCH = re.compile(r"(\])([^\[\],;]*)[,;]([^\[\],;]*)([\[\]])|(\[)([^\[\],;]*)[,;]([^\[\],;]*)(\[)")
+_IN_BASE = re.compile(
+    rf"(?<=[0-9A-Z)}}])[\s({TEXT_OPEN}]*(?:(?:in )?(?:base|radix)[\s{TEXT_CLOSE}-]*(\d+|[a-z]+)|"
+    rf"(binary|octal|decimal|hexadecimal))[\s){TEXT_CLOSE}]*$"
+)
 _BASES = dict(
     zip("two three four five six seven eight nine ten eleven twelve".split(), range(2, 13), strict=True),
-    sixteen=16,
+    **{"sixteen": 16, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16},
 )
 
 
@@ -120,6 +126,11 @@ def parse(text: str, nesting: int = 0) -> Form:
             return Words(plain_words(text))
     else:
         text = _PREAMBLE.sub("", text, count=1)
+    if french := _FRENCH.fullmatch(text):  # ]3, 4] excludes the 3
+        opening, low, high, closing = (group for group in french.groups() if group is not None)
+        ends = (parse(low, nesting + 1), parse(high, nesting + 1))
+        return Brackets({"[": "[", "]": "("}[opening], {"]": "]", "[": ")"}[closing], ends)
+    text = re.sub(r"^(?:\\?[A-Za-z](?:_\w|_\{\w+\})?)\s*\\in\s*(?=\\\{)", "", text)  # before its plus-minus signs are taken apart
     parts, _ = split(_with_joins(text), _is_separator)
     parts = [part for part in (_trimmed(part) for part in parts) if part]
     parts = [part for part in parts if not _NUMBER_SETS.fullmatch(part)] or parts
@@ -151,7 +162,8 @@ def _single(text: str, nesting: int) -> Form:
             return Brackets(opening, closing, tuple(parse(piece, nesting + 1) for piece in pieces))
         if opening + closing in ("()", "[]") and not label:
             return parse(inner, nesting + 1)
-    if numeral := _NUMERAL.fullmatch(canonical(text)):
+    numeral_text = _IN_BASE.sub(lambda m: f"_{{{m[1] or m[2]}}}", text)
+    if numeral := _NUMERAL.fullmatch(canonical(numeral_text).removeprefix("\\overline")):
         base = _BASES.get(numeral.group(2)) or (int(numeral.group(2)) if numeral.group(2).isdigit() else 0)
         if 2 <= base <= 36:
             return Numeral(numeral.group(1), base)
@@ -163,7 +175,18 @@ def _single(text: str, nesting: int) -> Form:
 def plain_words(text: str) -> str:
     """Prose for comparison: lower case, letters and digits only, without "option", "choice" or a leading article."""
     words = re.findall(r"[a-z0-9]+", unmarked(text).lower())
-    while len(words) > 1 and words[0] in ("option", "choice", "answer", "the", "a", "an"):
+    while len(words) > 1 and words[0] in (
+        "option",
+        "choice",
+        "answer",
+        "letter",
+        "figure",
+        "graph",
+        "statement",
+        "the",
+        "a",
+        "an",
+    ):
         words = words[1:]
     return " ".join(words)
 
@@ -190,9 +213,9 @@ def split(text: str, is_separator: Callable[[str], bool]) -> tuple[list[str], li
 
 
 def _is_separator(token: str) -> bool:
-    if token in (",", ";"):
+    if token in (",", ";", ROW, "\\&"):
         return True
-    return token[0] == TEXT_OPEN and token[1:-1].strip(" ,;") in ("and", "or", "")
+    return token[0] == TEXT_OPEN and token[1:-1].strip(" ,;") in ("and", "or", "&", "")
 
 
 def _with_joins(text: str) -> str:
@@ -211,7 +234,7 @@ def _trimmed(text: str) -> str:
     """`text` without outer white space, quotes, emphasis, closing punctuation and redundant braces."""
     while True:
         before = text
-        text = text.lstrip(' :;,&"*=' + ROW).rstrip(' .:;,&"*' + ROW)
+        text = text.lstrip(' :;,&"`*=' + ROW).rstrip(' .:;,&"`*' + ROW)
         text = text[1:-1] if len(text) > 1 and text[0] == text[-1] == "'" else text
         text = re.sub(r"(?<!\\)\\$", "", text)
         if "\\over" not in text and "\\choose" not in text and (inside := _enclosed(text, "{", "}")):
@@ -298,6 +321,10 @@ def _relation(sides: list[str], operators: list[str], nesting: int) -> Form:
         sides, operators = sides[: rough + 1], operators[:rough]
     if not operators or not all(sides):
         return parse(next((side for side in sides if side), ""), nesting + 1)
+    sides = [
+        re.sub(rf"^{TEXT_OPEN}\s*(?:for )?(?:all|every|each|any)\b[^{TEXT_CLOSE}]*{TEXT_CLOSE}\s*(?=\S)", "", side)
+        for side in sides
+    ]
     signs = [_RELATIONS[operator] for operator in operators]
     if all(sign in (">", ">=") for sign in signs):
         sides, signs = sides[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
@@ -313,8 +340,11 @@ def _set(inside: str, nesting: int) -> Form:
 
 
 def _matrix(match: re.Match) -> Matrix:
-    factor = unmarked(match["factor"]).strip("([ ")
+    factor = unmarked(match["factor"]).strip()
+    factor = factor[:-1].strip() if factor[-1:] in ("(", "[") else factor  # of \left( \begin{array}
     factor = {"": "", "-": "-1"}.get(factor, factor)
+    if tail := re.fullmatch(r"[)\]\s]*(/|\\cdot|\\times|\*)\s*(\S.*)", unmarked(match["tail"])):
+        factor = f"({factor or 1}){'/' if tail[1] == '/' else '*'}({tail[2]})"
     rows = [row for row in match["body"].split(ROW) if row.strip()]
     cell = (lambda text: f"({factor})*({text.strip()})") if factor else str.strip
     return Matrix(tuple(tuple(cell(text) for text in row.split("&")) for row in rows))

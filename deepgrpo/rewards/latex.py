@@ -11,7 +11,9 @@ TEXT_OPEN, TEXT_CLOSE, ROW = "\x02", "\x03", "\x04"
 MAX_RAW = 10_000  # characters of a box before cleaning
 
 _BOX = re.compile(r"\\boxed(?![A-Za-z])")
-_JOIN = re.compile(r"[\s$.,;:&\\\[\]()*]*(?:(?:and|or|,)[\s$.,;:&\\\[\]()*]*)*")  # what may stand between boxes of one list
+_JOIN = re.compile(
+    r"[\s$.,;:&\\\[\]()*]*(?:(?:and|or|,|[A-Za-z](?:_\{?\d\}?)?\s*=)[\s$.,;:&\\\[\]()*]*)*"
+)  # what may stand between boxes of one list
 
 
 #### Boxes
@@ -76,6 +78,14 @@ _UNICODE = {
     **{"\u2a7d": "\\le ", "\u2a7e": "\\ge ", "\u00b0": "\\degree ", "\u222a": "\\cup ", "\u2229": "\\cap ", "\u2208": "\\in "},
     **{"\u2216": "\\setminus ", "\u00b1": "\\pm ", "\u2213": "\\mp ", "\u2032": "'", "\u2033": "''", "\u2248": "\\approx "},
     **{"\u2205": "\\emptyset ", "\u211d": "\\mathbb{R}", "\u2124": "\\mathbb{Z}", "\u230a": "\\lfloor ", "\u230b": "\\rfloor "},
+    **{
+        "\u00ba": "\\degree ",
+        "\u02da": "\\degree ",
+        "\u221b": "\\sqrt[3]",
+        "\u00a2": "\\text{ cents}",
+        "\u00c5": "\\text{ Angstrom}",
+    },
+    **{"\u2227": "\\land ", "\u2228": "\\lor ", "\u21d2": "\\implies ", "\u2234": "\\implies "},
     **{"\u03d5": "\\phi ", "\u2019": "'", "\u2192": "\\to ", "\u2220": "\\angle ", "\u00bc": "\\frac{1}{4}"},
 }
 _SUPERSCRIPTS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207f", "0123456789+-n")
@@ -83,7 +93,7 @@ _SUPERSCRIPT_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207
 _SUBSCRIPT_RUN = re.compile("[\u2080-\u2089]+")
 
 _RENAMED = {
-    **dict.fromkeys("dfrac tfrac cfrac".split(), "\\frac"),
+    **dict.fromkeys("dfrac tfrac cfrac nicefrac sfrac".split(), "\\frac"),
     **dict.fromkeys("dbinom tbinom".split(), "\\binom"),
     **dict.fromkeys("leq leqslant".split(), "\\le"),
     **dict.fromkeys("geq geqslant".split(), "\\ge"),
@@ -98,14 +108,29 @@ _RENAMED = {
     **dict.fromkeys(
         "bf rm it sf tt boldmath boxed fbox mathbf boldsymbol mathit bm underline emph ensuremath limits".split(), ""
     ),
-    **dict.fromkeys("quad qquad enspace thinspace hspace".split(), " "),
+    **dict.fromkeys("Huge huge LARGE Large large normalsize small footnotesize tiny scriptstyle".split(), ""),
+    **dict.fromkeys("checkmark blacksquare square Box qed".split(), ""),
+    **dict.fromkeys("quad qquad enspace thinspace".split(), " "),
+    **dict.fromkeys("lor vee".split(), "\\text{ or }"),
+    **dict.fromkeys("land wedge".split(), "\\text{ and }"),
+    **dict.fromkeys("Rightarrow Longrightarrow therefore implies".split(), "\\implies"),
+    **{"lparen": "(", "rparen": ")", "imath": "i", "jmath": "i", "surd": "\\sqrt", "bigcup": "\\cup", "bigcap": "\\cap"},
+    **{"textdollar": "\\$", "newline": ROW, "arccot": "\\arccot"},
 }
 _TEXT_GROUP = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|mathrm|mathsf|mathtt|operatorname)\*?\s*\{([^{}]*)\}"
+    r"\\(?:text|textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|mathrm|mathsf|mathtt|operatorname)\*?\s*\{"
+    r"((?:[^{}]|\^\{[^{}]*\})*)\}"
 )
 _INNER_GROUP = re.compile(rf"{TEXT_OPEN}([^{TEXT_OPEN}{TEXT_CLOSE}]*){TEXT_OPEN}([^{TEXT_OPEN}{TEXT_CLOSE}]*){TEXT_CLOSE}")
 _COMMAND = re.compile(r"\\([A-Za-z]+)\s?")
-_COLOR = re.compile(r"\\(?:textcolor|color)\s*(?:\{[^{}]*\}|[a-z]+)")
+_COLOR = re.compile(
+    r"\\(?:textcolor|colorbox|color)\s*(?:\{[^{}]*\}|[a-z]+)|\\(?:[hv]space\*?|h?phantom|tag\*?|label)\s*\{[^{}]*\}"
+)
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{(?:align|aligned|gather|gathered|cases|split|equation|center)\*?\}")
+_FUNCTION_NAME = re.compile(  # \text{ sec} is a unit
+    r"\\(?:operatorname\*?\s*\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc)|ln|log|exp)|"
+    r"(?:text|mathrm)\s*\{\s*(arcsin|arccos|arctan|sin|cos|tan|cot|csc|ln|log|exp))\s*\}"
+)
 _DERIVATIVE = re.compile(
     r"\\frac\s*\{\s*d(?:\^\{?(\d)\}?)?\s*([A-Za-z])(\([A-Za-z]\))?\s*\}\s*\{\s*d\s*([A-Za-z])(?:\^\{?\d\}?)?\s*\}"
 )
@@ -120,16 +145,54 @@ def clean(raw: str) -> str:
     text = re.sub(r"\\[!]", "", text)
     text = re.sub(r"\\[,;: ]|~", " ", text)
     text = _COLOR.sub("", text)
+    if _ENVIRONMENT.search(text) and "matrix" not in text and "array" not in text:
+        text = _ENVIRONMENT.sub("", text).replace("&", " ")
+    text = _notations(text)
     text = re.sub(r"\\d?frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}", _repeating, text)
     text = re.sub(r"(?<![\d.,/])(\d+) (\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}", text)  # 7 1/2
     text = _COMMAND.sub(lambda m: _rename(m), text)
     text = _mark_text(text)
-    text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)", r"\\degree ", text)
+    text = re.sub(r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\circ|\\degree)", r"\\degree ", text)
+    text = re.sub(
+        rf"(?<=[\d}}) ])\^\s*(?:o(?![A-Za-z])|\{{\s*o\s*\}}|\{{\s*{TEXT_OPEN}\s*o\s*{TEXT_CLOSE}\s*\}})", r"\\degree ", text
+    )
+    text = text.rpartition("\\implies")[2] if re.search(r"\\implies\s*\S", text) else text  # what follows is the conclusion
     text = re.sub(r"\^\s*\{\s*('(?:\s*')*)\s*\}|\^\s*('+)", lambda m: (m.group(1) or m.group(2)).replace(" ", ""), text)
     text = _DERIVATIVE.sub(_primed, text)
     text = re.sub(r"\\sqrt\s+(\d+)", r"\\sqrt{\1}", text) if "\u221a" in raw else text
     return re.sub(r"\s+", " ", text).strip()
+
+
+def _notations(text: str) -> str:
+    """Plain-text and regional spellings as LaTeX: powers of ten, functions, plus-minus, unions, combinations, derivatives."""
+    text = re.sub(
+        r"(?<=\d)\s*\\(?:mathrm|text|rm)\s*\{\s*[eE]\s*([+-]?\d*)\s*\}\s*(?=\d|$|[\s.,;])", r"e\1", text
+    )  # 8.7\mathrm{e}8
+    text = re.sub(r"(?<=\d)\s*(?:[xX]|\\(?:text|mathrm)\s*\{\s*[xX]\s*\})\s*(?=10\s*\^)", r" \\times ", text)
+    text = _FUNCTION_NAME.sub(lambda m: f"\\{m[1] or m[2]} ", text)
+    text = re.sub(r"(?<![A-Za-z\\])a(sin|cos|tan)(?=\s*[({\\])", r"\\arc\1 ", text)
+    text = re.sub(r"\+\s*/\s*-", r"\\pm ", text)
+    text = re.sub(r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])", r"\\cup ", text)
+    text = re.sub(r"(?<=[)\]}])\s*-\s*(?=\\\{)", r"\\setminus ", text)
+    text = re.sub(r"(?<![A-Za-z\\])inf(?:ty|inity)?(?![A-Za-z])", r"\\infty ", text)
+    text = re.sub(r"(?:\{\s*\})?_\s*(?:\{([^{}]+)\}|(\w))\s*C\s*_\s*(?:\{([^{}]+)\}|(\w))", _combinations, text)
+    text = re.sub(r"(?<![\d.,])(\d*)\.(\d*)(?:\\dot\s*\{?(\d)\}?|\((\d+)\))(?![\d.])", _dotted, text)
+    text = re.sub(r"(?<![A-Za-z\\])d([A-Za-z])\s*/\s*d([A-Za-z])(?![A-Za-z])", r"\\frac{d\1}{d\2}", text)
+    return re.sub(r"\\(d?dot)\s*(?:\{\s*([A-Za-z])\s*\}|\s([A-Za-z]))(?!\s*_)", _dots_as_primes, text)
+
+
+def _combinations(match: re.Match) -> str:
+    return f"\\binom{{{match[1] or match[2]}}}{{{match[3] or match[4]}}}"
+
+
+def _dotted(match: re.Match) -> str:
+    """1.\\dot{3} and 1.(3), where the marked digits repeat."""
+    return f"{match[1]}.{match[2]}\\overline{{{match[3] or match[4]}}}"
+
+
+def _dots_as_primes(match: re.Match) -> str:
+    return (match[2] or match[3]) + {"dot": "'", "ddot": "''"}[match[1]]
 
 
 def clean_lines(text: str) -> str:
@@ -188,7 +251,7 @@ def _plain(char: str) -> str:
 
 def _mark_text(text: str) -> str:
     """Turns (nested) text groups into one marked run each."""
-    for _ in range(200):
+    for _ in range(MAX_RAW // 7):  # as many as fit
         text, count = _TEXT_GROUP.subn(lambda m: f"{TEXT_OPEN}{m.group(1)}{TEXT_CLOSE}", text)
         if not count:
             break

@@ -30,7 +30,7 @@ def grade(answer: Answer) -> Grade:
 def verdict(answer: Answer, boxes: Sequence[str] | None) -> Grade:
     """The grade of an answer whose final statement is `boxes`, a list if there are several; None or empty: it states nothing."""
     text = ",".join(boxes or ()).strip()
-    if not text.strip(", "):
+    if not text.strip(", ") or (len(text) < 40 and not latex.canonical(latex.clean(text)).strip(",")):
         return Grade(0.0, False, "unformatted")
     keys = usable_keys(answer.ground_truth)
     if not keys:

@@ -74,6 +74,7 @@ def quantity(text: str) -> Quantity:
         mark = rf"{TEXT_OPEN}\1{TEXT_CLOSE}"
         text = _PLAIN_WORDS.sub(rf"\1 {TEXT_OPEN}\2{TEXT_CLOSE}", _PLAIN_UNIT.sub(mark, text))
     unit: tuple[str, ...] | None = None
+    text = re.sub(r"^(-?[\d.,]+)\s*\\\$$", r"\\$\1", text)  # 36\$
     if money := re.match(r"(-?)\s*\\\$\s*(-?)", text):
         text, unit = money.group(1) + money.group(2) + text[money.end() :], ("dollar",)
     scale = 1
@@ -84,7 +85,9 @@ def quantity(text: str) -> Quantity:
             words = [word for word in re.findall(r"[a-z]+", match["unit"].lower().replace(".", ""))]
             for word in words:
                 scale *= _SCALES.get(word, 1)
-            text, unit = match["body"], _canonical(words, match["power"]) or unit
+            named = _canonical(words, match["power"])
+            text = match["body"]
+            unit = (*unit, *named) if unit and named and named[0] == "per" else named or unit
         else:
             break
     text = re.sub(r"(?<=[\d}])'{1,2}$", "", text)  # minutes and seconds of arc
@@ -96,6 +99,8 @@ def quantity(text: str) -> Quantity:
 def _canonical(words: list[str], power: str | None) -> tuple[str, ...] | None:
     """Known unit words in a canonical order of their own, or None if one of them isn't known."""
     words = [word for word in words if word not in _SCALES]
+    if words[1:] and words[0] in ("degree", "degrees") and words[1] in ("celsius", "fahrenheit", "kelvin", "c", "f", "k"):
+        words = words[1:]
     power = power or next((_POWERS[word] for word in words if word in _POWERS), None)
     names = [_NAMES.get(word, "per" if word in ("per", "a", "an") else "") for word in words if word not in _POWERS]
     if not names or not all(names):

@@ -73,6 +73,8 @@ def prepare(request: Request) -> dict[str, Any]:
     limit(done, benchmark, request)
     overlaps = check_overlaps(request, benchmark, done)
     hold_out(done, request)
+    if empty := [name for name, part in done.items() if not part.rows]:
+        raise ValueError(f"{request.name}: nothing is left of {empty[0]}: {dict(done[empty[0]].dropped)}")
     report = {
         "benchmark": request.name,
         "options": dataclasses.asdict(request) | {"out": ""},  # the report doesn't depend on where it lies
@@ -183,8 +185,6 @@ def limit(done: dict[str, Converted], benchmark: Benchmark, request: Request) ->
         if most and len(part.rows) > most:
             part.dropped["beyond the limit"] += len(part.rows) - most
             part.rows, part.questions = part.rows[:most], part.questions[:most]
-        if not part.rows:
-            raise ValueError(f"{request.name}: nothing is left of {name}: {dict(part.dropped)}")
 
 
 def hold_out(done: dict[str, Converted], request: Request) -> None:

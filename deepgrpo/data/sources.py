@@ -115,7 +115,7 @@ def locate(place: pathlib.Path, name: str, split: Split, only: bool) -> pathlib.
         if len(found) > 1:
             shards = {re.sub(r"-\d+-of-\d+(?=\.)", "", path.name) for path in found}
             if len(shards) == 1 and found[0].suffix == ".parquet":
-                return found[0].parent / pattern
+                return found[0].parent / pathlib.Path(pattern).name
             raise ValueError(
                 f"source: several files could be {name}: {', '.join(map(str, found[:6]))}. Choose: --split {name}=PATH"
             )

@@ -114,15 +114,11 @@ def test_batch_larger_than_the_set():
         Dataset(problems(3), 4, seed=0)
 
 
-def test_contamination_folds_white_space():
-    train = problems(5)
-    held_out = [Problem(0, "GSM8K", as_ids([1]), "k", " question\n 3 "), Problem(1, "GSM8K", as_ids([1]), "k", "question 33")]
-    assert contamination(train, held_out) == 1
-
-
-def test_real_sets_do_not_overlap(data_folder, tokenizer):
-    def load(spec):
-        return load_problems(f"{spec.split(':')[0]}:{data_folder / spec.split(':')[1]}", tokenizer, "none", 10**6)[0]
-
-    train, held_out = load("gsm8k:gsm8k_train.jsonl"), load("gsm8k:gsm8k_test.jsonl")
-    assert contamination(train, held_out) == 0 and contamination(train, train[:7]) == 7
+def test_contamination_counts_and_names_held_out_questions(caplog):
+    texts = (" Question\n $3$. ", "question 33", "question 4 Let's think step by step and box the answer.")
+    held_out = [Problem(i, "GSM8K", as_ids([1]), "k", text) for i, text in enumerate(texts)]
+    with caplog.at_level("WARNING", logger="deepgrpo"):
+        assert contamination(problems(5), held_out) == 2
+    assert "held-out GSM8K question ' Question\\n $3$. ' is also training question 'question 3'" in caplog.text
+    caplog.clear()
+    assert contamination(problems(9), problems(9)) == 9 and "and 4 more held-out questions" in caplog.text

@@ -52,6 +52,9 @@ def main(spec: dict) -> int:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != spec["parent"]:  # it ended before the call
         return 1
+    # The kernel's limit counts a user's tasks: all on the machine, or (since 5.14) those in the command's own user namespace.
+    own_count = spec["level"] == "namespaces" and _kernel() >= (5, 14)
+    spec["others"] = 0 if os.geteuid() == 0 or own_count else _tasks_of(os.geteuid())
     try:
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # rather this than the trainer
@@ -64,6 +67,20 @@ def main(spec: dict) -> int:
     except Exception as error:
         _report(status, {"error": f"{type(error).__name__}: {error}"})
         return 1
+
+
+def _kernel() -> tuple[int, int]:
+    major, minor = platform.release().split(".")[:2]
+    return int(major), int("".join(character for character in minor if character.isdigit()))
+
+
+def _tasks_of(user: int) -> int:
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == user:
+                count += len(os.listdir(f"/proc/{name}/task"))
+    return count
 
 
 #### Namespaces
@@ -240,7 +257,8 @@ def _become_command(spec: dict) -> None:
         os.setgroups([])
         os.setresgid(spec["uid"], spec["uid"], spec["uid"])
         os.setresuid(spec["uid"], spec["uid"], spec["uid"])  # drops every capability
-    resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"], limits["processes"]))  # counts the new user's
+    processes = limits["processes"] + spec["others"]
+    resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
     if spec["level"] != "none":
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # forgotten when the user changed
         _prctl(PR_SET_NO_NEW_PRIVS, 1)

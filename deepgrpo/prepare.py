@@ -263,7 +263,13 @@ def overlap_report(
 #### Output
 
 
-ASKED_FOR = ("beyond the limit", "held out for selection", "also a held-out question", "repeated question")
+ASKED_FOR = (
+    "beyond the limit",
+    "held out for selection",
+    "also a held-out question",
+    "repeated question",
+    "box in the statement",
+)
 
 
 def split_report(done: Converted, found: sources.Found | None, split: sources.Split | None) -> dict[str, Any]:
@@ -363,6 +369,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt-style", choices=("suffix", "system", "both", "bare"), default="suffix", help="of the instruction")
     made.add_argument("--keys", choices=("clean", "stored"), default="clean", help="clean: trimmed, without math-mode dollars")
     made.add_argument("--duplicates", choices=("keep", "drop"), default="keep", help="repeated questions")
+    made.add_argument("--boxed-statements", choices=("keep", "drop"), default="keep", help="problems that contain a box")
     made.add_argument("--bad-keys", choices=("drop", "refuse"), default="drop", help="rows without a usable key")
     made.add_argument("--data-sources", default="", help="search_qa: comma-separated (default hotpotqa)")
     made.add_argument("--think", action="store_true", help="table sets: ask for reasoning in think tags")

@@ -29,6 +29,7 @@ class Options:
     prompt_style: str = "suffix"  # where the instruction stands: suffix (of the question) | system | both | bare (nowhere)
     keys: str = "clean"  # clean: trimmed, without math-mode dollars | stored: as the source has them
     duplicates: str = "keep"  # repeated questions: keep (the released sets hold them) | drop
+    boxed_statements: str = "keep"  # problems that contain a box, harmless where only the response is graded: keep | drop
     bad_keys: str = "drop"  # rows without a usable key: drop | refuse
     data_sources: tuple[str, ...] = ()  # of search_qa
     think: bool = False  # table sets: ask for reasoning in think tags
@@ -139,6 +140,9 @@ def boxed(data_source: str, question_in_extra: str = "prompt") -> Callable[[Sequ
             keys = repair.keys(row["answer"], clean)
             if keys is None:
                 drop(done, context, "no usable key", index, row["answer"])
+                continue
+            if context.options.boxed_statements == "drop" and repair.has_box(row["problem"]):
+                done.dropped["box in the statement"] += 1
                 continue
             done.repairs += _key_repairs(index, row["answer"], keys)
             messages = styled(row["problem"], templates.BOXED_INSTRUCTION, context.options.prompt_style)

@@ -107,6 +107,11 @@ def test_options(source, tmp_path):
     assert report["splits"]["train"]["dropped"] == {"no usable key": 2, "repeated question": 1, "also a held-out question": 1}
     assert [row["reward_model"]["ground_truth"] for row in rows_of(tmp_path / "a" / "train.parquet")] == [[" 3 "]]
     assert list(report["splits"]) == ["train"] and not (tmp_path / "a" / "test.parquet").exists()
+    (tmp_path / "boxed.jsonl").write_text('{"problem": "$\\\\boxed{x}$?", "answer": "1"}\n{"problem": "x", "answer": "1"}\n')
+    file = f"--split=test={tmp_path / 'boxed.jsonl'}"
+    assert "1 statements contain a box" in run("math500", tmp_path / "c", file)["splits"]["test"]["notes"][1]
+    report = run("math500", tmp_path / "c", file, "--boxed-statements=drop")
+    assert report["splits"]["test"]["dropped"] == {"box in the statement": 1}
     report = run("math", tmp_path / "b", "--source", source, "--hold-out=2", "--max-test=1")
     train, selection = (rows_of(tmp_path / "b" / f"{name}.parquet") for name in ("train", "selection"))
     assert len(train) == 2 and len(selection) + report["splits"]["selection"]["dropped"].get("also a training question", 0) == 2

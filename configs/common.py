@@ -251,6 +251,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.top_k = -1  # -1: off
     config.evaluation.max_new_tokens = 0  # tokens of a response; 0: what rollout.max_model_len leaves after the prompt
     config.evaluation.truncated = "zero"  # an answer that a limit cut off: zero (as in training) | graded (like any other)
+    config.evaluation.second_grader = ""  # marks all answers too, for a further column: as rewards.grader; "": none
     config.evaluation.chunk = 256  # problems whose answers are written together; a killed evaluation goes on after them
 
     config.checkpoint = section()

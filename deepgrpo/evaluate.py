@@ -2,7 +2,7 @@
 
     python -m deepgrpo.evaluate --config=configs/eval_seed.py --checkpoint=runs/my-run [--best] [--out=FOLDER]
     python -m deepgrpo.evaluate --config=configs/eval_drgrpo.py --model=models/Qwen2.5-Math-1.5B --config.seed=1
-    python -m deepgrpo.evaluate --regrade=FOLDER                      the same answers, by the present graders
+    python -m deepgrpo.evaluate --regrade=FOLDER [--grader=NAME]      the same answers, by the present graders
     python -m deepgrpo.evaluate compare A0,A1 B0,B1 [--force]         folders; those of an arm are its training seeds
 
 `--checkpoint` is a run's folder (its newest complete checkpoint, with --best the one that it chose) or one step's. `--model` is a
@@ -18,6 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepgrpo import config as config_lib
+from deepgrpo.config.constraints import CHOICES
+
+GRADERS = CHOICES["rewards.grader"]
 
 
 def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -34,9 +37,12 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", type=pathlib.Path, help="Hugging Face folder")
     parser.add_argument("--out", type=pathlib.Path, help="folder of the answers (default: evaluations/ in run_dir)")
     parser.add_argument("--regrade", type=pathlib.Path, help="folder of an evaluation whose answers are marked again")
+    parser.add_argument("--grader", default="", choices=GRADERS, help="with --regrade: another rewards.grader than it had")
     args, rest = parser.parse_known_args(argv)
     if args.best and not args.checkpoint:
         parser.error("--best needs --checkpoint=RUN")
+    if args.grader and not args.regrade:
+        parser.error("--grader needs --regrade=FOLDER; for a new evaluation set --config.rewards.grader")
     if args.regrade and (rest or args.checkpoint or args.model or args.out):
         parser.error("--regrade=FOLDER takes no other flag: the answers and their settings are there")
     return args, rest
@@ -69,6 +75,7 @@ if __name__ == "__main__" and sys.argv[1:2] != ["compare"]:
 
 import collections  # noqa: E402
 import contextlib  # noqa: E402
+import dataclasses  # noqa: E402
 import hashlib  # noqa: E402
 import logging  # noqa: E402
 import subprocess  # noqa: E402
@@ -81,14 +88,14 @@ from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
 from deepgrpo.learner import sharding  # noqa: E402
 from deepgrpo.loops import reasoning  # noqa: E402
 from deepgrpo.loops.base import Setting  # noqa: E402
-from deepgrpo.rewards.grade import check_sources  # noqa: E402
+from deepgrpo.rewards.grade import check_sources, rubric_of  # noqa: E402
 from deepgrpo.rewards.service import GradingService  # noqa: E402
 from deepgrpo.rollout.engine import Sampling  # noqa: E402
 from deepgrpo.telemetry import answers as answers_lib  # noqa: E402
 from deepgrpo.telemetry import compare as compare_lib  # noqa: E402
 from deepgrpo.telemetry import evaluation_tables as tables  # noqa: E402
 from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
-from deepgrpo.telemetry.regrade import GradesTruncated, grader_version, regrade, result_of  # noqa: E402
+from deepgrpo.telemetry.regrade import Marks, grader_version, regrade, result_of  # noqa: E402
 from deepgrpo.types import Problem, Prompt  # noqa: E402
 from deepgrpo.weights import best, fixed, runs  # noqa: E402
 from deepgrpo.weights.setup import open_engine  # noqa: E402
@@ -128,7 +135,8 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack) -> di
     files = collections.Counter(source for problems in loaded.values() for source in {p.data_source for p in problems})
     named = {spec: [set_name(p.data_source, spec, files) for p in problems] for spec, problems in loaded.items()}
     left_out = {named[spec][0]: count for spec, count in lost.items()}
-    check_sources(files)
+    rubric = rubric_of(config.rewards)
+    check_sources(files, rubric)
 
     ################################################################################################################
     #  Settings: everything that the numbers depend on
@@ -147,11 +155,13 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack) -> di
         "threshold": config.rewards.threshold,
         "loop": config.loop,
         "grader": grader_version(),
+        "rubric": json.loads(json.dumps(dataclasses.asdict(rubric))),
         "engine": engine_version(config),
         "dtype": (rollout.engine == "vllm" and config.vllm.dtype) or config.model.dtype,
     }
     where = {"path": str(step or pathlib.Path(config.model.path).absolute()), "weights": fixed.digest(config.model.path, step)}
     settings = {"protocol": protocol, "model": where, "seed": config.seed, "chunk": keys.chunk, "left_out": left_out}
+    settings["second_grader"] = keys.second_grader
     settings["selection"] = selection(step, loaded)
     record = answers_lib.AnswerLog(out, settings)
 
@@ -166,9 +176,10 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack) -> di
             keys.temperature, keys.top_p, keys.top_k, stop_ids, rollout.max_model_len, keys.max_new_tokens or None
         )
         engine = open_policy(config, step, stack, tokenizer, sampling, [p.prompt_ids for ps in loaded.values() for p in ps], out)
-        grading = stack.enter_context(GradingService(config.rewards.workers, config.rewards.deadline, set(files)))
-        marks = GradesTruncated(grading) if keys.truncated == "graded" else grading
-        setting = Setting(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * config.rewards.deadline)
+        rewards = config.rewards
+        service = GradingService(rewards.workers, rewards.deadline, set(files), rubric, rewards.waiting_workers)
+        marks = Marks(stack.enter_context(service), keys.truncated)
+        setting = Setting(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * service.deadline)
         for spec, start in missing:
             part = loaded[spec][start : start + keys.chunk]
             prompts = [Prompt(p.prompt_ids, p, keys.n, f"{spec}#{p.index}") for p in part]
@@ -176,9 +187,9 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack) -> di
             entries = []
             for group in groups:
                 problem = group.prompt.problem
-                texts = [reasoning.text_of(setting, rollout.completion.ids) for rollout in group.rollouts]
+                seen = [reasoning.as_answer(setting, group.prompt, rollout.completion) for rollout in group.rollouts]
                 name = named[spec][problem.index]
-                entries.append(answers_lib.entry_of(group, name, f"{file_of(spec)}#{problem.index}", texts))
+                entries.append(answers_lib.entry_of(group, name, f"{file_of(spec)}#{problem.index}", seen))
             record.append(f"{spec}#{start}", entries)
             log.info("%s: %d of %d problems answered", spec, start + len(part), len(loaded[spec]))
 
@@ -186,7 +197,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack) -> di
     #  Result
     ################################################################################################################
     entries = [entry for spec, start in chunks for entry in record.chunks[f"{spec}#{start}"]]
-    result = result_of(settings, entries)
+    result = result_of(settings, entries, config.rewards.workers, config.rewards.deadline)
     answers_lib.write_result(out / answers_lib.RESULT, result)
     tables.show(tables.of_result(result))
     print(f"answers and result: {out}")
@@ -258,7 +269,7 @@ if __name__ == "__main__":
         if sys.argv[1:2] == ["compare"]:
             sys.exit(compare_lib.main(sys.argv[2:]))
         elif ARGS.regrade:
-            result, changes = regrade(ARGS.regrade)
+            result, changes = regrade(ARGS.regrade, ARGS.grader)
             tables.show(tables.of_result(result))
             print(changes)
         else:

@@ -65,6 +65,7 @@ def test_result(evaluated, capsys):
     assert json.loads((out / answers.RESULT).read_text()) == result
     assert {name: entry["problems"] for name, entry in protocol["sets"].items()} == {"arithmetic": 10, "carry_chain": 3}
     assert set(scores["arithmetic"]["scores"]) == {"avg@4", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"}
+    assert scores["arithmetic"]["second"]["problems"] == 10 and result["second_grader"] == "compat_fast"
     assert scores["mean"]["scores"]["avg@4"]["problems"] == 13 and scores["arithmetic"]["excluded"] == 0
     lines = answers.read_lines(out / answers.ANSWERS)
     assert len(lines) == 13 and {len(line["answers"]) for line in lines} == {4}
@@ -91,12 +92,15 @@ def test_a_killed_one_goes_on_to_the_same_numbers(evaluated, model, tmp_path):
         run([f"--model={model}"], tmp_path / "b", seed=1)
 
 
-def test_cut_off_answers_may_be_graded(evaluated, model, tmp_path):
+def test_cut_off_answers_may_be_graded(evaluated, model, tmp_path, capsys):
     result = run([f"--model={model}"], tmp_path / "a", evaluation__truncated="graded")
     reasons = [r for item in result["items"]["arithmetic"] for r in item["reasons"]]
     assert "truncated" not in reasons and result["scores"]["arithmetic"]["truncated_share"] > 0.5
     with pytest.raises(compare.NotComparable, match="truncated: 'zero' in a, 'graded' in b"):
         compare.compare([evaluated[1]], [result], (["a"], ["b"]))
+    assert compare.main([str(evaluated[0]), str(tmp_path / "a"), "--force"]) == 0
+    printed = capsys.readouterr().out
+    assert "not alike: truncated: 'zero'" in printed and "unknown (?) from fewer than two seeds" in printed
 
 
 def test_marked_again(evaluated, monkeypatch):
@@ -114,7 +118,7 @@ def test_marked_again(evaluated, monkeypatch):
     monkeypatch.setattr(GradingService, "submit", generous)
     monkeypatch.setattr(regrade, "grader_version", lambda: "new")
     again, changes = regrade.regrade(out)
-    assert again["protocol"]["grader"] == "new" and (out / "regraded-new.json").is_file() and changes[0] != "0"
+    assert again["protocol"]["grader"] == "new" and (out / "regraded-typed-new.json").is_file() and changes[0] != "0"
     assert json.loads((out / answers.RESULT).read_text()) == result
 
 
@@ -174,7 +178,7 @@ def test_command_line(evaluated, tmp_path):
         assert done.returncode and "Traceback" not in done.stderr
         return done.stderr
 
-    assert "config.data.validation" in fails("--config=configs/eval_seed.py", "--config.data.validations=x")
+    assert "did you mean data.validation" in fails("--config=configs/eval_seed.py", "--config.data.validations=x")
     assert "result of a finished evaluation" in fails("compare", str(evaluated[0]), str(tmp_path))
     assert "no complete checkpoint" in fails("--config=configs/eval_seed.py", f"--checkpoint={tmp_path}")
     assert "expected the folder of an evaluation" in fails(f"--regrade={tmp_path}")

@@ -39,6 +39,7 @@ CHOICES = {
     "optim.schedule": ("constant", "cosine"),
     "optim.mini_batch_by": ("groups", "rows"),
     "evaluation.truncated": ("zero", "graded"),
+    "evaluation.second_grader": ("", "typed", "compat_fast", "compat_full"),
     "checkpoint.resume": ("auto", "never"),
 }
 

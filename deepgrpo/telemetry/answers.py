@@ -13,6 +13,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepgrpo.rewards.answer import Answer
 from deepgrpo.telemetry import dumps
 from deepgrpo.types import Group
 
@@ -92,24 +93,33 @@ def write_result(path: pathlib.Path, result: Mapping[str, Any]) -> None:
     part.replace(path)
 
 
-def entry_of(group: Group, name: str, item: str, texts: Sequence[str]) -> dict[str, Any]:
-    """The line of one problem. name: of its set. item: names the problem. texts: what the grader saw, one a rollout.
+def entry_of(group: Group, name: str, item: str, seen: Sequence[Answer]) -> dict[str, Any]:
+    """The line of one problem. name: of its set. item: names the problem. seen: what the grader saw, one a rollout.
 
     A completion that was aborted was left out by the loop; here it stands as an answer without a verdict.
     """
     problem = group.prompt.problem
     answers = [
         {
-            "response": text,
+            "response": answer.response,
+            "ending": answer.ending,
             "tokens": len(rollout.completion.ids),
             "finish_reason": rollout.completion.finish_reason,
             "reward": rollout.grade.reward,
             "reason": rollout.grade.reason,
             "answer": rollout.grade.answer,
         }
-        for rollout, text in zip(group.rollouts, texts, strict=True)
+        for rollout, answer in zip(group.rollouts, seen, strict=True)
     ]
-    aborted = {"response": "", "tokens": 0, "finish_reason": "abort", "reward": None, "reason": "abort", "answer": ""}
+    aborted = {
+        "response": "",
+        "ending": "",
+        "tokens": 0,
+        "finish_reason": "abort",
+        "reward": None,
+        "reason": "abort",
+        "answer": "",
+    }
     return {
         "set": name,
         "id": item,
@@ -117,6 +127,7 @@ def entry_of(group: Group, name: str, item: str, texts: Sequence[str]) -> dict[s
         "question": problem.question,
         "ground_truth": problem.ground_truth,
         "extra": dict(problem.extra),
+        "prompt": seen[0].prompt if seen else "",
         "prompt_tokens": len(group.prompt.ids),
         "answers": answers + [aborted] * (group.prompt.n - len(answers)),
     }

@@ -29,6 +29,7 @@ PROTOCOL = (
     "top_k",
     "n",
     "grader",
+    "rubric",
     "loop",
 )
 TOLD = ("engine", "dtype", "stop_ids", "threshold")
@@ -94,7 +95,8 @@ def problems(results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tupl
     first, wrong, told = results[0]["protocol"], [], []
     for name, result in zip(names[1:], results[1:], strict=True):
         other = result["protocol"]
-        lines = [(key, f"{key}: {shown(first[key])} in {names[0]}, {shown(other[key])} in {name}") for key in (*PROTOCOL, *TOLD)]
+        both = {key: (shown(key, first[key]), shown(key, other[key])) for key in (*PROTOCOL, *TOLD)}
+        lines = [(key, f"{key}: {here} in {names[0]}, {there} in {name}") for key, (here, there) in both.items()]
         wrong += [line for key, line in lines if first[key] != other[key] and key in PROTOCOL]
         told += [line for key, line in lines if first[key] != other[key] and key in TOLD]
     told += [f"{name}: incomplete, more than 1 % of a set's problems are missing" for r, name in zip(results, names, strict=True)
@@ -115,8 +117,8 @@ def repeated(arm: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | No
     return None
 
 
-def shown(value: Any) -> str:
-    if isinstance(value, Mapping):
+def shown(key: str, value: Any) -> str:
+    if key == "sets":
         return ", ".join(f"{name} ({entry['problems']} problems, {entry['digest']})" for name, entry in value.items())
     return repr(value)
 

@@ -142,9 +142,12 @@ def unweighted_mean(parts: Sequence[np.ndarray], rng: np.random.Generator) -> Es
     parts = [part[~np.isnan(part)] for part in parts]
     if not parts or not all(map(len, parts)):
         return None
-    draws = np.mean([bootstrap_means(part, rng) for part in parts], axis=0)
+    low, high = interval(np.mean([bootstrap_means(part, rng) for part in parts], axis=0))
+    if low == high:  # no set's resamples differ: the mean of their exact intervals, which is wider than need be
+        found = [estimate(part, rng) for part in parts]
+        low, high = float(np.mean([e.low for e in found])), float(np.mean([e.high for e in found]))
     error = math.sqrt(sum(standard_error(part) ** 2 for part in parts)) / len(parts)
-    return Estimate(float(np.mean([part.mean() for part in parts])), error, *interval(draws), sum(map(len, parts)))
+    return Estimate(float(np.mean([part.mean() for part in parts])), error, low, high, sum(map(len, parts)))
 
 
 #### An evaluation

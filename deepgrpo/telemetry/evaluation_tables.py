@@ -13,17 +13,20 @@ Printed = tuple[rich.table.Table, Sequence[str]]  # and the lines below it
 def of_result(result: Mapping[str, Any]) -> Printed:
     """A row a set; the last is the unweighted mean over sets. Scores in percent, with standard error and 95 % interval."""
     protocol, scores = result["protocol"], result["scores"]
-    names = [key for key in next(iter(scores.values()))["scores"]] or [f"avg@{protocol['n']}"]
+    every = next(iter(scores.values()))["scores"]  # pass@1 is avg@n where an answer is right or wrong
+    names = [key for key in every if key != "pass@1"] or [f"avg@{protocol['n']}"]
     table = rich.table.Table(title=f"{result['model']['path']}, seed {result['seed']} (scores in %)")
     table.add_column("set")
     columns = ["problems", f"{titled(names[0], protocol)} ± s.e.", "95 % interval", *names[1:]]
-    for column in [*columns, "truncated %", "tokens", "no verdict"]:
+    second = [f"by {result['second_grader']}"] if result["second_grader"] else []
+    for column in [*columns, *second, "truncated %", "tokens", "no verdict"]:
         table.add_column(column, justify="right")
     for name, entry in scores.items():
         found = [entry["scores"].get(key) for key in names]
         first = "-" if found[0] is None else f"{percent(found[0]['mean'])} ± {percent(found[0]['error'])}"
         bounds = "-" if found[0] is None else f"{percent(found[0]['low'])} - {percent(found[0]['high'])}"
         others = ["-" if score is None else percent(score["mean"]) for score in found[1:]]
+        others += [percent(entry["second"] and entry["second"]["mean"])] if second else []
         if name == "mean":
             table.add_section()
             counts = ["", first, bounds, *others, "", "", ""]
@@ -48,7 +51,8 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"template {p['template']}; stop ids {', '.join(map(str, p['stop_ids']))}; {drawn}, answers a problem: {p['n']}",
         f"limit {limit}context {p['max_model_len']}; answers that it cuts off {cut}",
-        f"grader {p['grader']}; engine {p['engine']}, {p['dtype']}; weights {result['model']['weights']}",
+        f"grader {p['rubric']['grader']}, version {p['grader']}",
+        f"engine {p['engine']}, {p['dtype']}; weights {result['model']['weights']}",
     ]
     if result["selection"]["label"]:
         lines.append(f"checkpoint {result['selection']['label']}: {', '.join(result['selection']['sets'])}")

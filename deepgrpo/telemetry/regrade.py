@@ -3,16 +3,20 @@
 import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import pathlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from deepgrpo.rewards.grade import Answer
+from deepgrpo.rewards.rubric import Rubric
 from deepgrpo.rewards.service import GradingService
 from deepgrpo.telemetry import answers as answers_lib
 from deepgrpo.telemetry import evaluation
+from deepgrpo.types import Grade
 
 BOOTSTRAP_SEED = 0
 REWARDS = pathlib.Path(__file__).parents[1] / "rewards"
@@ -27,28 +31,76 @@ def grader_version() -> str:
     return f"{digest.hexdigest()[:12]} ({packages})"
 
 
-class GradesTruncated:
-    """A grading service to which an answer that was cut off is one like any other (Dr. GRPO's evaluation)."""
+class Marks:
+    """A grading service as an evaluation wants it: no bonuses of training, and what was cut off as the protocol says.
 
-    def __init__(self, inner: GradingService):
-        self.inner = inner
+    truncated: "zero" (such an answer scores 0) or "graded" (it is one like any other, as in Dr. GRPO's evaluation).
+    """
 
-    def submit(self, answer: Answer):
-        return self.inner.submit(dataclasses.replace(answer, finish_reason="stop"))
+    def __init__(self, service: GradingService, truncated: str):
+        self.service, self.truncated = service, truncated
+
+    def submit(self, answer: Answer) -> "Future[Grade]":
+        reason = "stop" if self.truncated == "graded" else answer.finish_reason
+        return self.service.submit(dataclasses.replace(answer, finish_reason=reason, validation=True))
 
 
-def result_of(settings: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    protocol = settings["protocol"]
-    items = answers_lib.items_of(entries, list(protocol["sets"]))
-    scores = evaluation.summarize(items, settings["left_out"], protocol["n"], protocol["threshold"], BOOTSTRAP_SEED)
-    for name in protocol["sets"]:
+def mark_again(
+    entries: Sequence[Mapping[str, Any]], protocol: Mapping[str, Any], workers: int, deadline: float
+) -> tuple[list, int]:
+    """The answers with the verdicts of the present graders under the protocol's rubric, and how many verdicts changed."""
+    entries, changed = json.loads(json.dumps(entries)), 0
+    rubric = rubric_from(protocol["rubric"])
+    with GradingService(workers, deadline, {entry["data_source"] for entry in entries}, rubric) as service:
+        marks, waiting = Marks(service, protocol["truncated"]), []
+        for entry in entries:
+            shared = {key: entry[key] for key in ("data_source", "question", "ground_truth", "extra", "prompt")}
+            for answer in entry["answers"]:
+                if answer["finish_reason"] != "abort":
+                    own = {key: answer[key] for key in ("response", "ending", "finish_reason")}
+                    waiting.append((answer, marks.submit(Answer(prefix="", **own, **shared))))
+        for answer, future in waiting:
+            grade = future.result()
+            changed += answer["reward"] != grade.reward
+            answer.update(reward=grade.reward, reason=grade.reason, answer=grade.answer)
+    return entries, changed
+
+
+def rubric_from(fields: Mapping[str, Any]) -> Rubric:
+    """A rubric out of JSON, where tuples are lists."""
+    return Rubric(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+
+def result_of(
+    settings: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], workers: int = 2, deadline: float = 5.0
+) -> dict[str, Any]:
+    """Scores of an evaluation's answers. Where the settings name a second grader, its means stand beside the others' ("second").
+
+    workers, deadline: of the second grader.
+    """
+    protocol, second = settings["protocol"], settings["second_grader"]
+    names = list(protocol["sets"])
+
+    def scores_of(entries, protocol):
+        shape = (settings["left_out"], protocol["n"], protocol["threshold"], BOOTSTRAP_SEED)
+        return evaluation.summarize(answers_lib.items_of(entries, names), *shape)
+
+    scores = scores_of(entries, protocol)
+    for name in names:
         lengths = [answer["tokens"] for entry in entries if entry["set"] == name for answer in entry["answers"]]
         scores[name]["response_tokens"] = float(np.mean(lengths)) if lengths else 0.0
-    return {**settings, "scores": scores, "items": items}
+    if second:
+        other = protocol | {"rubric": protocol["rubric"] | {"grader": second}}
+        for name, entry in scores_of(mark_again(entries, other, workers, deadline)[0], other).items():
+            scores[name]["second"] = entry["scores"].get(f"avg@{protocol['n']}")
+    return {**settings, "scores": scores, "items": answers_lib.items_of(entries, names)}
 
 
-def regrade(folder: pathlib.Path, workers: int = 2, deadline: float = 5.0) -> tuple[dict[str, Any], str]:
+def regrade(folder: pathlib.Path, grader: str = "", workers: int = 2, deadline: float = 5.0) -> tuple[dict[str, Any], str]:
     """Marks the answers of an evaluation again, by the present graders; writes regraded-<grader>.json beside the old result.
+
+    Args:
+      grader: value of rewards.grader; "": the one that the evaluation had.
 
     Returns:
       (the result, what changed).
@@ -57,26 +109,14 @@ def regrade(folder: pathlib.Path, workers: int = 2, deadline: float = 5.0) -> tu
       FileNotFoundError: no finished evaluation there.
     """
     settings = answers_lib.read_settings(folder)
-    entries = answers_lib.read_lines(folder / answers_lib.ANSWERS)
     if not (folder / answers_lib.RESULT).is_file():
         raise FileNotFoundError(f"{folder / answers_lib.RESULT} does not exist: the evaluation did not end; start it again first")
-    protocol, changed = settings["protocol"], 0
-    with GradingService(workers, deadline, {entry["data_source"] for entry in entries}) as service:
-        marks = GradesTruncated(service) if protocol["truncated"] == "graded" else service
-        waiting = []
-        for entry in entries:
-            shared = {key: entry[key] for key in ("data_source", "question", "ground_truth", "extra")}
-            waiting += [
-                (a, marks.submit(Answer(prefix="", response=a["response"], finish_reason=a["finish_reason"], **shared)))
-                for a in entry["answers"]
-                if a["finish_reason"] != "abort"
-            ]
-        for answer, future in waiting:
-            grade = future.result()
-            changed += answer["reward"] != grade.reward
-            answer.update(reward=grade.reward, reason=grade.reason, answer=grade.answer)
+    protocol = settings["protocol"]
     protocol["grader"] = grader_version()
-    result = result_of(settings, entries)
-    path = folder / f"regraded-{protocol['grader'].split()[0]}.json"
+    protocol["rubric"]["grader"] = grader or protocol["rubric"]["grader"]
+    before = answers_lib.read_lines(folder / answers_lib.ANSWERS)
+    entries, changed = mark_again(before, protocol, workers, deadline)
+    result = result_of(settings, entries, workers, deadline)
+    path = folder / f"regraded-{protocol['rubric']['grader']}-{protocol['grader'].split()[0]}.json"
     answers_lib.write_result(path, result)
-    return result, f"{changed} of {len(waiting)} verdicts changed: {path}"
+    return result, f"{changed} of {sum(len(entry['answers']) for entry in entries)} verdicts changed: {path}"

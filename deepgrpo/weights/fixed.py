@@ -36,23 +36,31 @@ class FixedPolicy:
     def start_score(self, sequences: Sequence[tuple[Ids, Ids]], at_temperature_1: bool = False) -> Callable[[], list[np.ndarray]]:
         """`score`, in two halves: the result is waited for by the function returned."""
         temperature = 1.0 if at_temperature_1 else self.temperature
-        running = []
-        for prompt, response in sequences:
+        lengths = [(len(prompt), len(prompt) + len(response)) for prompt, response in sequences]
+        longest = max(end for _, end in lengths)
+        tokens, segments = np.zeros((2, len(lengths), PADDED * -(-longest // PADDED)), np.int32)
+        for i, (prompt, response) in enumerate(sequences):
             ids = np.concatenate([prompt, response])
-            tokens, segments = np.zeros((2, 1, PADDED * -(-len(ids) // PADDED)), np.int32)
-            tokens[0, : len(ids)], segments[0, : len(ids)] = ids, 1
-            logps = _logps(self.policy, tokens, segments, temperature, self.model, self.num_real_ids)
-            running.append((logps, slice(len(prompt) - 1, len(ids) - 1)))
-        return lambda: [np.asarray(logps)[scored] for logps, scored in running]
+            tokens[i, : len(ids)], segments[i, : len(ids)] = ids, 1
+        logps = _logps(self.policy, tokens, segments, temperature, self.model, self.num_real_ids)
+        return lambda: [row[start - 1 : end - 1] for row, (start, end) in zip(np.asarray(logps), lengths, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_real_ids"))
 def _logps(params: Any, tokens: jax.Array, segments: jax.Array, temperature: float, model: Transformer, num_real_ids: int):
-    """float32[T - 1]: log-probs of tokens[0, 1:], phantom ids left out. tokens, segments: int32[1, T]."""
-    hidden, _ = model.apply({"params": params}, tokens, jnp.arange(tokens.shape[1])[None], segments)
-    logits = model.apply({"params": params}, hidden[:, :-1], method="logits").astype(jnp.float32) / temperature
-    logits = jnp.where(jnp.arange(logits.shape[-1]) < num_real_ids, logits, -jnp.inf)
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[0, :, 0]
+    """float32[B, T - 1]: log-probs of tokens[:, 1:], phantom ids left out. tokens, segments: int32[B, T].
+
+    Row by row: the logits of one exist at a time.
+    """
+
+    def one(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        ids, segment = (x[None] for x in row)
+        hidden, _ = model.apply({"params": params}, ids, jnp.arange(ids.shape[1])[None], segment)
+        logits = model.apply({"params": params}, hidden[:, :-1], method="logits").astype(jnp.float32) / temperature
+        logits = jnp.where(jnp.arange(logits.shape[-1]) < num_real_ids, logits, -jnp.inf)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 1:, None], axis=-1)[0, :, 0]
+
+    return jax.lax.map(one, (tokens, segments))
 
 
 def load(model: pathlib.Path, step: pathlib.Path | None, dtype: str, mesh: Mesh) -> tuple[ModelConfig, Any]:

@@ -73,6 +73,7 @@ def test_nothing_right_is_not_certain():
     found = evaluation.estimate(np.ones(30), RNG)
     assert (found.low, found.high) == (pytest.approx(0.025 ** (1 / 30)), 1)
     assert evaluation.estimate(np.array([np.nan]), RNG) is None
+    assert evaluation.unweighted_mean([np.zeros(30), np.zeros(10)], RNG).high > 0.1
 
 
 def test_sampling_error():

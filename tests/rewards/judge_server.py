@@ -44,7 +44,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not body:  # the client gave up
             self.close_connection = True
             return
-        fault = judge.fault(judge.heard(json.loads(body)))
+        request = json.loads(body)
+        fault = judge.fault(judge.heard(request))
         if fault == "half_open":
             judge.closing.wait(60.0)
             self.close_connection = True

@@ -283,8 +283,8 @@ def _match_relation(key: Form, answer: Form, rules: Rules) -> bool:
         named = set(key.operators) == {"="} and _NAME.fullmatch(canonical(key.sides[0]))
         return bool(named) and _match(parse(key.sides[-1]), answer, rules)
     assert isinstance(answer, Relation)
-    if set(answer.operators) != {"="} or not _consistent(answer.sides):
-        return False
+    if set(answer.operators) != {"="} or not _consistent(answer.sides) or re.match(r"-\s*\\?[A-Za-z]+\s*$", answer.sides[0]):
+        return False  # -x = 5 says that x is -5
     first, last = answer.sides[0], answer.sides[-1]
     if "0" in (first, last) and not (_NAME.fullmatch(canonical(first)) or _NAME.fullmatch(canonical(last))):
         return False  # an equation in its normal form, not the value 0

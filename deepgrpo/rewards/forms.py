@@ -150,8 +150,8 @@ def _single(text: str, nesting: int) -> Form:
     parts, joins = split(text, lambda token: token in _SET_OPERATORS)
     if joins:
         return Sets(tuple(joins), tuple(parse(part, nesting + 1) for part in parts))
-    if matrix := _MATRIX.match(text):
-        return _matrix(matrix)
+    if (found := _MATRIX.match(text)) and (matrix := _matrix(found)):
+        return matrix
     if inside := _enclosed(text, "\\{", "\\}"):
         return _set(inside[0], nesting)
     label = re.match(r"(?:[ABD-Z]|[a-z](?=[(\[][^()\[\]]*,[^()\[\]]*[\])]$))\s*(?=[(\[])", text)  # a point's name; a stray letter
@@ -339,11 +339,15 @@ def _set(inside: str, nesting: int) -> Form:
     return Items(inner.parts if isinstance(inner, Items) and not inner.braces else (inner,), braces=True)
 
 
-def _matrix(match: re.Match) -> Matrix:
+def _matrix(match: re.Match) -> Matrix | None:
+    """A matrix, a factor before or behind it multiplied in; None if something else stands there."""
     factor = unmarked(match["factor"]).strip()
     factor = factor[:-1].strip() if factor[-1:] in ("(", "[") else factor  # of \left( \begin{array}
     factor = {"": "", "-": "-1"}.get(factor, factor)
-    if tail := re.fullmatch(r"[)\]\s]*(/|\\cdot|\\times|\*)\s*(\S.*)", unmarked(match["tail"])):
+    tail = re.fullmatch(r"[)\]\s]*(?:(/|\\cdot|\\times|\*)\s*(\S.*))?", unmarked(match["tail"]))
+    if tail is None or "\\begin" in match["tail"]:
+        return None
+    if tail[1]:
         factor = f"({factor or 1}){'/' if tail[1] == '/' else '*'}({tail[2]})"
     rows = [row for row in match["body"].split(ROW) if row.strip()]
     cell = (lambda text: f"({factor})*({text.strip()})") if factor else str.strip

@@ -285,6 +285,7 @@ def split_report(done: Converted, found: sources.Found | None, split: sources.Sp
         "expected_rows": expected,
         "source": source,
         "dropped": dict(done.dropped),
+        "key_kinds": dict(done.kinds.most_common()),
         "repaired": dict(repair.summary(done.repairs)),
         "repairs": [dataclasses.asdict(one) for one in done.repairs],
         "notes": notes,

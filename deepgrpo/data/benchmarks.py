@@ -56,6 +56,9 @@ class Converted:
     rows: list[Row] = dataclasses.field(default_factory=list)
     questions: list[str] = dataclasses.field(default_factory=list)
     dropped: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # reason: rows
+    kinds: collections.Counter = dataclasses.field(
+        default_factory=collections.Counter
+    )  # of mathematical keys: number, words, ...
     repairs: list[repair.Repair] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -145,6 +148,12 @@ def boxed(data_source: str, question_in_extra: str = "prompt") -> Callable[[Sequ
                 done.dropped["box in the statement"] += 1
                 continue
             done.repairs += _key_repairs(index, row["answer"], keys)
+            kinds = [repair.kind(key) for key in keys]
+            done.kinds.update(kinds)
+            if "other notation" in kinds:
+                done.notes.append(
+                    f"row {index}: the typed grader doesn't know the notation of the key {keys}; it is compared as text"
+                )
             messages = styled(row["problem"], templates.BOXED_INSTRUCTION, context.options.prompt_style)
             question = messages[-1]["content"] if question_in_extra == "prompt" else row["problem"]
             extra = {"split": context.split, "index": index, "question": question, "answer": keys}

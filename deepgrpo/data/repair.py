@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepgrpo.data.tables import Row
+from deepgrpo.rewards import expression, forms, latex
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _MATH_MODE = re.compile(r"(?<!\\)\$")  # an escaped dollar is money
@@ -168,3 +169,20 @@ def summary(repairs: Sequence[Repair]) -> Mapping[str, int]:
     for repair in repairs:
         counts[repair.what] = counts.get(repair.what, 0) + 1
     return counts
+
+
+def kind(key: str) -> str:
+    """What the typed grader takes a key for: number, expression, words, items, brackets, relation, ..., or other notation.
+
+    Keys in other notation are compared as text and by math-verify.
+    """
+    form = forms.parse(latex.clean(key))
+    if not isinstance(form, forms.Value):
+        return type(form).__name__.lower()
+    try:
+        tree = expression.parse(latex.unmarked(form.quantity.body))
+    except expression.ParseError:
+        return "other notation"
+    except expression.TooComplex:
+        return "expression"
+    return "expression" if expression.symbols(tree) else "number"

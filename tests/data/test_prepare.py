@@ -94,7 +94,7 @@ def test_math_is_repaired_and_everything_is_said(source, tmp_path, capsys):
         "row 3 dropped: no usable key, found ''" in split["notes"]
         and "row 2 repeats the question of row 0: kept" in split["notes"]
     )
-    assert report["splits"]["test"]["repaired"] == {"key trimmed": 1}
+    assert report["splits"]["test"]["repaired"] == {"key trimmed": 1} and report["splits"]["test"]["key_kinds"] == {"number": 2}
     overlap = report["overlap"]["train and test"]
     assert (overlap["exact"], overlap["near"]) == (1, 0) and overlap["examples"]["exact"][0]["train"] == "Find $x$."
     assert "WARNING: questions in both: 1 (1 word for word" in capsys.readouterr().out

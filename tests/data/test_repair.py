@@ -37,6 +37,17 @@ def test_unbalanced_keys_are_noticed():
     assert repair.unbalanced("$221,$8$") and repair.unbalanced("\\frac{1}{2") and not repair.unbalanced("\\$5 is $x_{1}$")
 
 
+def test_kinds_of_keys():
+    keys = {
+        "142.0": "number",
+        "2n-2": "expression",
+        "\\text{Evelyn}": "words",
+        "1,2": "items",
+        "(3, \\frac{\\pi}{2})": "brackets",
+    }
+    assert {key: repair.kind(key) for key in keys} == keys and repair.kind("\\oint \\clubsuit") == "other notation"
+
+
 def test_duplicates_fold_white_space():
     assert repair.duplicates(["a b", "c", " a\n b ", "a b"]) == {2: 0, 3: 0}
 

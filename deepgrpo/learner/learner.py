@@ -12,10 +12,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from deepgrpo.learner import distributed, flops, packing, report, sharding
+from deepgrpo.learner import step as step_lib
 from deepgrpo.learner.clock import DeviceClock
 from deepgrpo.learner.minibatch import most_rows, partition, shuffled
 from deepgrpo.learner.objective import MAIN, STREAMS, TEACHER, Objective
-from deepgrpo.learner.optim import Optim, init_adam, learning_rate
+from deepgrpo.learner.optim import Optim, learning_rate
 from deepgrpo.learner.packing import Batch, Shape
 from deepgrpo.learner.programs import Programs
 from deepgrpo.learner.rows import Row
@@ -71,7 +72,13 @@ class Learner:
         self.objective = Objective.from_config(objective)
         self.optim = Optim.from_config(optim)
         self.mini_batch_rows, self.ppo_epochs = optim["mini_batch_prompts"] * rollout_n, optim["ppo_epochs"]
-        self.max_rows = most_rows(*(max_rows or (2 * self.mini_batch_rows, 0)), self.mini_batch_rows)
+        main, other = max_rows or (2 * self.mini_batch_rows, 0)
+        self.max_rows = most_rows(main, other, self.mini_batch_rows)
+        self.several_mini_batches = main >= 2 * self.mini_batch_rows
+        self.teacher_optim, teacher = Optim.of_teacher(optim), optim["teacher"]
+        self.teacher_rows, self.teacher_partial = teacher["mini_batch_rows"], teacher["allow_partial"]
+        if self.objective.teacher_update == "post_ppo":
+            self.max_rows = max(self.max_rows, 2 * self.teacher_rows)
         sizes = (learner["buckets"], learner["micro_batch_tokens"], sharding.batch_shards(self.mesh), self.max_rows)
         self.shapes = packing.shapes(*sizes, share_prefix=learner["share_prefix"])
         self.mini_batch_by = "rows" if strict_reference else optim["mini_batch_by"]
@@ -83,7 +90,9 @@ class Learner:
 
         self._shardings = sharding.parameter_shardings(params, self.mesh)
         self._state = {"params": sharding.place(jax.tree.map(as_float32, params), self._shardings)}
-        self._state["adam"] = jax.jit(init_adam, out_shardings=self._adam_shardings())(self._state["params"])
+        optimizer_state = functools.partial(step_lib.optimizer_state, o=self.objective)
+        shardings = self._optimizer_shardings(jax.eval_shape(optimizer_state, self._state["params"]))
+        self._state |= jax.jit(optimizer_state, out_shardings=shardings)(self._state["params"])
         self._reference = None
         if self.objective.kl_coef:  # in compute precision: it is only ever run, never trained
             self._reference = sharding.place(jax.tree.map(lambda x: x.astype(dtype), self._state["params"]), self._shardings)
@@ -94,10 +103,28 @@ class Learner:
             self.abstract_state(),
             self.objective,
             self.optim,
+            self.teacher_optim,
             temperature,
             num_real_ids,
             block=learner["logprob_block"],
         )
+
+    def prepare(self, ahead: bool) -> None:
+        """Declares the programs of this learner's run, so that any other that has to be compiled is counted as a recompilation.
+
+        ahead: compile those of the updates from now on, in the background; False: each when it is first needed.
+        """
+        update = {"train_step"}
+        if self._reference is not None:
+            update.add(self._score_program(self._reference))
+        if self.several_mini_batches:
+            update.add("score")
+        if "teacher_adam" in self._state:
+            update.add("teacher_step")
+        keys = [(name, shape) for shape in reversed(self.shapes) for name in sorted(update)]
+        self.programs.plan(keys + [(name, shape) for shape in self.shapes for name in ("score", "score_at_1")])
+        if ahead:
+            self.programs.compile_ahead(keys)
 
     ##################################################################################################################
     #  State
@@ -110,7 +137,7 @@ class Learner:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Every array that resumes: {"params", "adam": {"count", "mu", "nu"}} and, if there is one, "reference"."""
+        """Every array that resumes: {"params"}, what `step.optimizer_state` makes and, if there is one, "reference"."""
         return self._state if self._reference is None else self._state | {"reference": self._reference}
 
     def abstract_state(self) -> dict[str, Any]:
@@ -128,7 +155,7 @@ class Learner:
         if structure != other:
             raise ValueError(
                 f"learner state to restore has parts {sorted(tree)}, expected {sorted(self.state)}"
-                f" (a reference belongs to kl_coef > 0)"
+                f" (a reference belongs to kl_coef > 0, teacher_adam to teacher_update=post_ppo)"
             )
         for (path, x), (_, y) in zip(mine, theirs, strict=True):
             if x.shape != y.shape or x.dtype != y.dtype:
@@ -151,8 +178,10 @@ class Learner:
             raise ValueError(f"learner counters to restore are {sorted(counters)}, expected {sorted(HOST_COUNTERS)}")
         self._host = dict(counters)
 
-    def _adam_shardings(self) -> dict[str, Any]:
-        return {"count": sharding.replicated(self.mesh), "mu": self._shardings, "nu": self._shardings}
+    def _optimizer_shardings(self, names: Iterable[str]) -> dict[str, Any]:
+        scalar = sharding.replicated(self.mesh)
+        adam = {"count": scalar, "mu": self._shardings, "nu": self._shardings}
+        return {name: adam if name.endswith("adam") else scalar for name in names}
 
     ##################################################################################################################
     #  Update
@@ -172,7 +201,7 @@ class Learner:
         Raises:
           ValueError: a row is empty, too long for learner.buckets, or has a response id that the engine cannot have sampled.
         """
-        if self.objective.teacher_loss == "null":
+        if self.objective.joint_loss == "null":
             rows = [row for row in rows if row.source != TEACHER]
         rows = [row for row in rows if len(row.response_ids)]
         for row in rows:
@@ -247,9 +276,9 @@ class Learner:
         """Waits for an update, counts what it did and returns its metrics."""
         results = jax.device_get(results)
         seconds = {name: future.result() for name, future in times.items()}
-        finite = sum(bool(np.isfinite(result["grad_norm"])) for result in results)
-        self._host["nonfinite_steps"] += len(results) - finite
-        self._host["optimizer_steps"] += finite
+        done, nonfinite = report.count_steps(results)
+        self._host["nonfinite_steps"] += nonfinite
+        self._host["optimizer_steps"] += done
         rate = self.ppo_epochs / max(seconds["timing_s/update_actor"], 1e-9)
         metrics |= {"perf/flops": work * self.ppo_epochs, "perf/tokens_per_second": metrics["perf/tokens"] * rate}
         if self.peak_flops:
@@ -279,7 +308,13 @@ class Learner:
         streams = [[rows[i] for i in order if rows[i].source == source] for source in STREAMS]
         sizes = [len(stream) for stream in streams]
         mixed = self.objective.teacher_reduction == "mixed_token_mean"
-        plan = partition(*sizes, self.mini_batch_rows, strict_reference=self.strict_reference, mixed=mixed)
+        plan = partition(
+            *sizes,
+            self.mini_batch_rows,
+            strict_reference=self.strict_reference,
+            teacher_mini_batch_rows=self.teacher_rows,
+            mixed=mixed,
+        )
         iterators = [iter(stream) for stream in streams]
         return [[next(it) for it, n in zip(iterators, part.rows, strict=True) for _ in range(n)] for part in plan]
 
@@ -296,6 +331,49 @@ class Learner:
                     arrays["old_logp"] = old_logp
                 results.append(result)
         return results
+
+    ##################################################################################################################
+    #  Update on teacher rows alone
+    ##################################################################################################################
+
+    def update_teacher(self, rows: Sequence[Row], step: int) -> tuple[dict[str, float], list[bool]]:
+        """Trains on the teacher rows among `rows` by their mean -logp, with the optimizer of `optim.teacher` and a constant rate.
+
+        There are floor(rows / optim.teacher.mini_batch_rows) optimizer steps on balanced slices, or their ceiling with
+        allow_partial. Neither the PPO optimizer's moments nor its schedule move.
+
+        Returns:
+          (`actor/teacher_chain/*` and `actor/post_sft_*` metrics; for each optimizer step whether it changed the policy). Waits
+          for the devices.
+
+        Raises:
+          ValueError: objective.teacher_update is not post_ppo; or as in `start_update`.
+        """
+        if "teacher_adam" not in self._state:
+            raise ValueError("teacher rows have no optimizer of their own; set objective.teacher_update=post_ppo")
+        rows = [row for row in rows if row.source == TEACHER and len(row.response_ids)]
+        for row in rows:
+            self._check(row)
+        if self._channel:
+            fields, arrays = distributed.encode_rows(rows)
+            self._channel.send("update_teacher", fields | {"step": step}, arrays)
+        return self._update_teacher(rows, step)
+
+    def _update_teacher(self, rows: Sequence[Row], step: int) -> tuple[dict[str, float], list[bool]]:
+        sizes = (self.mini_batch_rows, self.teacher_rows, self.teacher_partial)
+        plan = partition(
+            0, 0, len(rows), sizes[0], teacher_mini_batch_rows=sizes[1], allow_partial=sizes[2], post_ppo=True, mixed=False
+        )
+        order = iter(shuffled([row.group_id for row in rows], "rows", self.seed, step))
+        mini_batches = [[rows[next(order)] for _ in range(part.rows[TEACHER])] for part in plan]
+        results, lr = [], self.teacher_optim.lr
+        for batch in self._layout(mini_batches) if mini_batches else ():
+            arrays = self._place(batch)
+            scalars = self._scalars(np.float32(lr), np.int32(batch.used))
+            self._state, result = self._program("teacher_step", arrays)(self._state, arrays, *scalars)
+            results.append(result)
+        results = jax.device_get(results)
+        return report.teacher_metrics(results, mini_batches, lr), [bool(np.isfinite(r["grad_norm"])) for r in results]
 
     ##################################################################################################################
     #  Scoring
@@ -344,8 +422,11 @@ class Learner:
         return fetch
 
     def _score(self, params: Any, arrays: dict[str, jax.Array], used: int) -> jax.Array:
+        return self._program(self._score_program(params), arrays)(params, arrays, *self._scalars(np.int32(used)))
+
+    def _score_program(self, params: Any) -> str:
         same = params is not self._reference or self.model.dtype == jnp.float32  # one program serves trees of one dtype
-        return self._program("score" if same else "score_reference", arrays)(params, arrays, *self._scalars(np.int32(used)))
+        return "score" if same else "score_reference"
 
     def _program(self, name: str, arrays: dict[str, jax.Array]) -> Callable:
         return self.programs(name, Shape.of(arrays))
@@ -387,6 +468,8 @@ class Learner:
                 return
             if name == "update":
                 self._start_update(distributed.decode_rows(fields, arrays), fields["step"])
+            elif name == "update_teacher":
+                self._update_teacher(distributed.decode_rows(fields, arrays), fields["step"])
             elif name == "score":
                 self._start_score(distributed.decode_rows(fields, arrays), fields["at_temperature_1"])
             else:

@@ -27,6 +27,13 @@ class Optim:
     def from_config(cls, section: Mapping[str, Any]) -> "Optim":
         return cls(**{field.name: section[field.name] for field in dataclasses.fields(cls)})
 
+    @classmethod
+    def of_teacher(cls, section: Mapping[str, Any]) -> "Optim":
+        """Of teacher steps: from the same `optim` section, where `optim.teacher` holds what differs (-1: nothing does)."""
+        own = {name: section["teacher"][name] for name in ("lr", "weight_decay", "b1", "b2")}
+        own = {name: value for name, value in own.items() if value >= 0}
+        return dataclasses.replace(cls.from_config(section), **own, schedule="constant", warmup_steps=0)
+
     def __post_init__(self):
         if self.schedule not in ("constant", "cosine"):
             raise ValueError(f"optim.schedule is {self.schedule!r}, expected constant or cosine")
@@ -58,10 +65,13 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> tuple[Any, jax.Array]:
     return jax.tree.map(lambda g: g * factor, grads), norm
 
 
-def adamw(params: Any, adam: dict[str, Any], grads: Any, lr: jax.Array, o: Optim) -> tuple[Any, dict[str, Any], jax.Array]:
+def adamw(
+    params: Any, adam: dict[str, Any], grads: Any, lr: jax.Array, o: Optim, skip: jax.Array | None = None
+) -> tuple[Any, dict[str, Any], jax.Array]:
     """One step: clip, Adam moments, decoupled weight decay on all parameters.
 
-    A gradient whose norm is not finite changes nothing: neither parameters nor moments nor the count.
+    A gradient whose norm is not finite changes nothing: neither parameters nor moments nor the count. Nor does any with `skip`
+    (bool[]) true.
 
     Returns:
       (params, adam, norm of the gradient before clipping).
@@ -70,9 +80,9 @@ def adamw(params: Any, adam: dict[str, Any], grads: Any, lr: jax.Array, o: Optim
     transform = optax.scale_by_adam(o.b1, o.b2, o.eps)
     direction, new = transform.update(clipped, optax.ScaleByAdamState(**adam))
     new_params = jax.tree.map(lambda p, d: p - lr * (d + o.weight_decay * p), params, direction)
-    finite = jnp.isfinite(norm)
+    valid = jnp.isfinite(norm) if skip is None else jnp.isfinite(norm) & ~skip
 
     def keep(new_tree: Any, old_tree: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new_tree, old_tree)
+        return jax.tree.map(lambda a, b: jnp.where(valid, a, b), new_tree, old_tree)
 
     return keep(new_params, params), keep({"count": new.count, "mu": new.mu, "nu": new.nu}, adam), norm

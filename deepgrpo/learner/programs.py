@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Programs:
-    """Programs by (name, shape): `train_step`, `score`, `score_at_1` (temperature 1) and `score_reference` (reference's dtype).
+    """Programs by (name, shape): `train_step`, `teacher_step`, `score`, `score_at_1` (temperature 1) and `score_reference` (the
+    reference's dtype).
 
     abstract_state: the learner's state as ShapeDtypeStructs with shardings. block: see learner.logprob_block.
     waited: seconds that callers have waited for a compilation so far.
@@ -38,6 +39,7 @@ class Programs:
     abstract_state: dict[str, Any]
     objective: Objective
     optim: Optim
+    teacher_optim: Optim
     temperature: float
     num_real_ids: int
     block: int
@@ -126,6 +128,15 @@ class Programs:
 
             function = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
             return function.lower(state, arrays, scalar(jnp.bool_), scalar(jnp.float32), scalar(jnp.int32))
+
+        if name == "teacher_step":
+            shardings = (jax.tree.map(lambda x: x.sharding, state), whole)
+
+            def teacher_step(*args):
+                return step.teacher_step(policy, self.teacher_optim, *args)
+
+            function = jax.jit(teacher_step, donate_argnums=0, out_shardings=shardings)
+            return function.lower(state, arrays, scalar(jnp.float32), scalar(jnp.int32))
 
         def score(*args):
             return policies.score(policy, *args)

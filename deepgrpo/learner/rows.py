@@ -1,12 +1,14 @@
-"""From scored groups to training rows: advantages, the zero-gradient filter, teacher rows, and the data metrics."""
+"""From scored groups to training rows: advantages, long answers, the zero-gradient filter, and the data metrics."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER, group_advantages, snis_weight
-from deepgrpo.types import Group, Ids
+from deepgrpo.learner.advantages import group_advantages, overlong_penalty, whiten
+from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER
+from deepgrpo.types import Group, Ids, Rollout
 
 STREAM_NAMES = {MAIN: "main", BRANCH: "branch", TEACHER: "teacher"}
 NEGLIGIBLE = 1e-8
@@ -36,28 +38,60 @@ class Row:
     reward: float
 
 
-def rows_from_groups(groups: Sequence[Group], advantage_mode: str) -> list[Row]:
+@dataclasses.dataclass(frozen=True)
+class Overlong:
+    """What becomes of answers that the length limit cut, or that come near it.
+
+    mode: none: they are graded like any other. mask: a cut answer is treated as one without a verdict: no row, no part in its
+    group's mean. soft: `overlong_penalty` is added to each reward before the advantages.
+    limit: tokens of prompt plus response. buffer, factor: see `overlong_penalty`.
+    """
+
+    mode: str = "none"
+    limit: int = 0
+    buffer: int = 0
+    factor: float = 1.0
+
+    @classmethod
+    def from_config(cls, section: Mapping[str, Any], max_model_len: int) -> "Overlong":
+        """From the config's `objective` section and rollout.max_model_len."""
+        return cls(section["overlong"], max_model_len, section["overlong_buffer"], section["overlong_penalty"])
+
+    def trained(self, group: Group) -> list[Rollout]:
+        """The rollouts of a group that may become rows."""
+        return [r for r in group.verdicts() if self.mode != "mask" or r.completion.finish_reason != "length"]
+
+    def reward(self, group: Group, rollout: Rollout) -> float:
+        """The reward that counts for a rollout's advantage."""
+        if self.mode != "soft":
+            return rollout.reward
+        length = len(group.prompt.ids) + len(rollout.completion.ids)
+        return rollout.reward + overlong_penalty(length, self.limit, self.buffer, self.factor)
+
+
+def rows_from_groups(groups: Sequence[Group], advantage_mode: str, overlong: Overlong = Overlong()) -> list[Row]:  # noqa: B008
     """Student rows of a step, in group order, with advantages relative to their own group.
 
     A rollout without a verdict is neither a row nor part of its group's mean. Two groups of the same problem in one step keep
-    separate baselines, as in the reference.
+    separate baselines, as in the reference. `Row.reward` is the grader's verdict, whatever `overlong` makes of it.
 
     Args:
-      advantage_mode: `objective.advantage`: group_mean | grpo_std.
+      advantage_mode: `objective.advantage`: group_mean | grpo_std | rloo.
     """
     rows = []
     for group in groups:
-        rollouts = group.verdicts()
+        rollouts = overlong.trained(group)
         if not rollouts:
             continue
-        advantages = group_advantages([r.reward for r in rollouts], [0] * len(rollouts), advantage_mode)
+        rewards = [overlong.reward(group, rollout) for rollout in rollouts]
+        advantages = group_advantages(rewards, [0] * len(rollouts), advantage_mode)
         prompt = group.prompt
         rows += [
             Row(
                 prompt_ids=prompt.ids,
                 response_ids=rollout.completion.ids,
                 advantage=float(advantage),
-                source=BRANCH if prompt.stream == "branch" else MAIN,
+                source=MAIN,
                 teacher_coef=0.0,
                 rollout_logps=rollout.completion.logps,
                 group_id=prompt.group_id,
@@ -70,67 +104,41 @@ def rows_from_groups(groups: Sequence[Group], advantage_mode: str) -> list[Row]:
     return rows
 
 
-def keep_rows(rows: Sequence[Row]) -> list[Row]:
+def keep_rows(rows: Sequence[Row], zero_gradient_rows: str = "drop") -> list[Row]:
     """Leaves out student rows without a policy gradient: sum over tokens of |A| <= 1e-8. Teacher rows always stay.
 
-    What leaves here is not pulled towards the reference policy either: solved and hopeless groups get no KL gradient.
+    Args:
+      zero_gradient_rows: "drop" (released): what leaves is not pulled towards the reference policy either, and does not count in
+        any denominator. "keep": all rows stay; solved and hopeless groups are pulled to the reference by the KL penalty, and
+        their tokens or rows count in the denominators, as in GRPO and Dr. GRPO as published.
     """
+    if zero_gradient_rows == "keep":
+        return list(rows)
     return [row for row in rows if row.source == TEACHER or abs(row.advantage) * len(row.response_ids) > NEGLIGIBLE]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Attachment:
-    """What a teacher's continuation does to one injected group.
-
-    outcome: `teacher_rows_built`, `no_teacher_loss`, or the skip counter it belongs to.
-    advantages: float64[n], the students' advantages among themselves; None when the group is left untouched.
-    coef, response_ids: of the teacher row, None without one.
-    """
-
-    outcome: str
-    advantages: np.ndarray | None = None
-    coef: float | None = None
-    response_ids: Ids | None = None
+def whiten_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows with advantages whitened over the tokens of their stream (main, branch); teacher rows as they are."""
+    out = list(rows)
+    for source in (MAIN, BRANCH):
+        members = [i for i, row in enumerate(rows) if row.source == source and len(row.response_ids)]
+        lengths = [len(rows[i].response_ids) for i in members]
+        tokens = np.repeat([rows[i].advantage for i in members], lengths)
+        white = whiten(tokens, np.ones(len(tokens)))
+        for i, end in zip(members, np.cumsum(lengths), strict=True):
+            out[i] = dataclasses.replace(rows[i], advantage=float(white[end - 1]))
+    return out
 
 
-def attach_teacher(
-    student_rewards: Sequence[float],
-    teacher_reward: float | None,
-    suffix_ids: Ids,
-    *,
-    teacher_loss: str,
-    threshold: float,
-    snis_beta: float,
-    eos_id: int,
-) -> Attachment:
-    """Decides whether an injected group gets a teacher row, and with which coefficient.
-
-    Students keep the baseline of their own mean, so that all-fail and all-pass groups stay at exactly 0. With the mixed mean
-    b = mean(students, R*): luffy c = A* = R* - b; snis c = `snis_weight`. The suffix is closed by `eos_id` if it is not yet.
-    """
-    if not len(suffix_ids):
-        return Attachment("missing_suffix_skipped")
-    if not len(student_rewards):
-        return Attachment("no_student_rows_skipped")
-    if teacher_reward is None:
-        return Attachment("missing_reward_skipped")
-    if teacher_reward <= threshold:
-        return Attachment("low_reward_teacher_skipped")
-    advantages = group_advantages(student_rewards, [0] * len(student_rewards), "group_mean")
-    rewards = np.asarray([*student_rewards, teacher_reward], np.float64)
-    teacher_advantage = teacher_reward - rewards.mean()
-    if np.ptp(rewards) <= NEGLIGIBLE:
-        return Attachment("equal_reward_groups_skipped", advantages)
-    if abs(teacher_advantage) <= NEGLIGIBLE:
-        return Attachment("zero_teacher_advantage_skipped", advantages)
-    if teacher_reward <= max(student_rewards):
-        return Attachment("teacher_not_better_skipped", advantages)
-    if teacher_loss == "null":
-        return Attachment("no_teacher_loss", advantages)
-    coef = float(teacher_advantage) if teacher_loss == "luffy" else snis_weight(student_rewards, teacher_reward, snis_beta)
-    ids = np.asarray(suffix_ids, np.int32)
-    response = ids if ids[-1] == eos_id else np.append(ids, np.int32(eos_id))
-    return Attachment("teacher_rows_built", advantages, coef, response)
+def overlong_metrics(groups: Sequence[Group], overlong: Overlong) -> dict[str, float]:
+    """`data/overlong_masked`: rollouts that left because they were cut; `data/overlong_penalty`: mean penalty of the others."""
+    if overlong.mode == "none":
+        return {}
+    judged = [(group, rollout) for group in groups for rollout in group.verdicts()]
+    kept = sum(len(overlong.trained(group)) for group in groups)
+    penalties = [overlong.reward(group, rollout) - rollout.reward for group, rollout in judged]
+    masked = float(len(judged) - kept)
+    return {"data/overlong_masked": masked, "data/overlong_penalty": float(np.mean(penalties)) if penalties else 0.0}
 
 
 def data_metrics(rows: Sequence[Row], max_model_len: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""One optimizer step on one mini-batch. Pure, on plain trees; jitted by `programs`."""
+"""Optimizer steps on one mini-batch each. Pure, on plain trees; jitted by `programs`."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from deepgrpo.learner import objective as losses
 from deepgrpo.learner import sharding
-from deepgrpo.learner.objective import BRANCH, MAIN, Objective
-from deepgrpo.learner.optim import Optim, adamw
+from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER, Objective
+from deepgrpo.learner.optim import Optim, adamw, init_adam
 from deepgrpo.learner.policy import Policy, micro_batch
 
 
@@ -25,7 +25,15 @@ def mismatch(old_logp: jax.Array, rollout_logp: jax.Array, source: jax.Array) ->
     return {name: jnp.sum(x.astype(jnp.float32)) for name, x in sums.items()} | {"max": jnp.max(jnp.abs(d))}
 
 
-def gradients(policy: Policy, o: Objective, params: Any, arrays: dict[str, jax.Array], on_policy: jax.Array, used: jax.Array):
+def gradients(
+    policy: Policy,
+    o: Objective,
+    params: Any,
+    arrays: dict[str, jax.Array],
+    on_policy: jax.Array,
+    used: jax.Array,
+    auto_coef: jax.Array | float = 1.0,
+):
     """Gradient of a mini-batch's loss, and the sums that its metrics are made of.
 
     Micro-batches accumulate in a loop inside the compiled step, with an argument as its length: a padded A costs nothing.
@@ -33,22 +41,23 @@ def gradients(policy: Policy, o: Objective, params: Any, arrays: dict[str, jax.A
     Args:
       arrays: packing.Batch arrays [A, B, T] and old_logp, ref_logp float32[A, B, T].
       on_policy: bool[], the parameters are those that the batch is scored with: old log-probs are the current ones (ratio 1).
-      used: int32[], micro-batches that hold anything.
+      used: int32[], micro-batches that hold anything. auto_coef: see `losses.stream_weights`.
 
     Returns:
-      (gradients, float32 like params; sums: dict of trees; old log-probs float32[A, B, T]).
+      (gradients, float32 like params; sums {"loss", "mismatch": dicts, "tokens", "totals": float32[3]}; old log-probs
+      float32[A, B, T]).
     """
-    tokens = losses.count_tokens(arrays["source"]).astype(jnp.float32)  # of the mini-batch, over all devices: global denominators
-    weights = losses.stream_weights(tokens, o)
+    tokens = losses.count_tokens(arrays["source"]).astype(jnp.float32)
+    totals = losses.denominators(arrays["source"], arrays["row_share"], o)  # of the mini-batch, over all devices
+    weights = losses.stream_weights(totals, o, auto_coef)
     shardings = sharding.parameter_shardings(params, policy.mesh)
+    params = policy.compute_params(params)
 
     def share(params, micro):
-        logp, entropy = policy.logps(params, micro, True)
-        source = micro["source"]
+        logp, entropy = policy.logps(params, micro, True, entropy_gradient=o.entropy_coef != 0.0)
         old_logp = jnp.where(on_policy, jax.lax.stop_gradient(logp), micro["old_logp"])
-        values = (micro[name] for name in ("ref_logp", "advantages", "teacher_coef"))
-        value, sums = losses.loss_share(logp, entropy, old_logp, *values, source, weights, o, micro["rollout_logp"])
-        return value, (sums, mismatch(old_logp, micro["rollout_logp"], source), old_logp)
+        value, sums = losses.loss_share(logp, entropy, old_logp, micro, weights, o)
+        return value, (sums, mismatch(old_logp, micro["rollout_logp"], micro["source"]), old_logp)
 
     def body(i, carry):
         grads, sums, distance, old_logps = carry
@@ -63,7 +72,7 @@ def gradients(policy: Policy, o: Objective, params: Any, arrays: dict[str, jax.A
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)  # noqa: E731
     start = (jax.lax.with_sharding_constraint(zeros(params), shardings), zeros(sums), zeros(distance), zeros(arrays["tokens"]))
     grads, sums, distance, old_logps = jax.lax.fori_loop(0, used, body, start)
-    return grads, {"loss": sums, "mismatch": distance, "tokens": tokens}, old_logps
+    return grads, {"loss": sums, "mismatch": distance, "tokens": tokens, "totals": totals}, old_logps
 
 
 def train_step(
@@ -78,14 +87,68 @@ def train_step(
 ):
     """One optimizer step on one mini-batch.
 
+    With kl_stop set, a mini-batch whose KL to the policy that it was sampled with (`token_losses.moved_token`) is above it ends
+    the update: neither it nor a later mini-batch changes anything, and the later ones are not computed. The flag stays on the
+    device, in state["kl_stopped"] (int32[]); an update's first mini-batch, which is on policy, clears it.
+
     Args:
-      state: {"params": tree, "adam": {"count", "mu", "nu"}}; donated. lr: float32[].
+      state: {"params": tree, "adam": {"count", "mu", "nu"}} and what else `optimizer_state` makes; donated. lr: float32[].
 
     Returns:
-      (state, results {"actor": metrics of `loss_metrics`, "mismatch", "tokens", "grad_norm"}, old log-probs float32[A, B, T]).
+      (state, results {"actor": metrics of `loss_metrics`, "mismatch", "tokens", "grad_norm", "kl_stopped" if kl_stop is set}, old
+      log-probs float32[A, B, T]).
     """
-    grads, sums, old_logps = gradients(policy, o, state["params"], arrays, on_policy, used)
-    params, adam, norm = adamw(state["params"], state["adam"], grads, lr, optim)
-    actor = losses.loss_metrics(sums["loss"], sums["tokens"], o)
+    auto_coef = state["auto_coef"] if o.auto_teacher_coef else 1.0
+    stopped = None
+    if o.kl_stop:
+        stopped = (state["kl_stopped"] > 0) & ~on_policy
+        used = jnp.where(stopped, 0, used)
+    grads, sums, old_logps = gradients(policy, o, state["params"], arrays, on_policy, used, auto_coef)
+    if o.kl_stop:
+        stopped |= losses.student_mean(sums["loss"]["moved"], sums["tokens"]) > o.kl_stop
+    params, adam, norm = adamw(state["params"], state["adam"], grads, lr, optim, skip=stopped)
+    actor = losses.loss_metrics(sums["loss"], sums["tokens"], sums["totals"], o, auto_coef)
     results = {"actor": actor, "mismatch": sums["mismatch"], "tokens": sums["tokens"], "grad_norm": norm}
-    return {"params": params, "adam": adam}, results, old_logps
+    new = state | {"params": params, "adam": adam}
+    if o.auto_teacher_coef:
+        parts = losses.coef_parts(sums["loss"]["loss"], sums["totals"], o)
+        moved = losses.auto_teacher_coef(auto_coef, *parts, o.auto_coef_decay)
+        new["auto_coef"] = jnp.where(jnp.isfinite(norm) & jnp.isfinite(moved), moved, auto_coef)
+    if o.kl_stop:
+        new["kl_stopped"] = stopped.astype(jnp.int32)
+        results["kl_stopped"] = stopped
+    return new, results, old_logps
+
+
+def teacher_step(
+    policy: Policy, optim: Optim, state: dict[str, Any], arrays: dict[str, jax.Array], lr: jax.Array, used: jax.Array
+):
+    """One optimizer step on teacher rows alone, with Adam moments of their own: the mean of -logp over their tokens.
+
+    Args:
+      state: {"params", "teacher_adam", ...}; donated. arrays, lr, used: as in `train_step`; student tokens have no effect.
+
+    Returns:
+      (state, results {"actor": {"post_sft_loss", "mean_logp", "entropy"}, "tokens": float32[3], "grad_norm"}).
+    """
+    grads, sums, _ = gradients(policy, losses.SUFFIX_SFT, state["params"], arrays, jnp.bool_(False), used)
+    params, adam, norm = adamw(state["params"], state["teacher_adam"], grads, lr, optim)
+    mean = {name: x[TEACHER] / (sums["tokens"][TEACHER] + losses.EPS) for name, x in sums["loss"].items()}
+    actor = {"post_sft_loss": mean["loss"], "mean_logp": mean["logp"], "entropy": mean["entropy"]}
+    return state | {"params": params, "teacher_adam": adam}, {"actor": actor, "tokens": sums["tokens"], "grad_norm": norm}
+
+
+def optimizer_state(params: Any, o: Objective) -> dict[str, Any]:
+    """What resumes besides the parameters, at the start of a run: {"adam"}, and only where the objective needs it
+
+    teacher_adam (teacher_update=post_ppo): moments of `teacher_step`. auto_coef: float32[], the automatic teacher coefficient.
+    kl_stopped: int32[], see `train_step`.
+    """
+    state = {"adam": init_adam(params)}
+    if o.teacher_update == "post_ppo":
+        state["teacher_adam"] = init_adam(params)
+    if o.auto_teacher_coef:
+        state["auto_coef"] = jnp.float32(o.auto_coef_init)
+    if o.kl_stop:
+        state["kl_stopped"] = jnp.int32(0)
+    return state

@@ -1,12 +1,14 @@
 """From scored groups to rows."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from configs import common
 from deepgrpo.learner import rows as rows_lib
-from deepgrpo.learner.objective import MAIN
+from deepgrpo.learner.objective import BRANCH, MAIN
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
-from tests.conftest import golden_cases
 from tests.learner import tiny
 
 
@@ -48,43 +50,60 @@ def test_data_metrics():
     assert not any("teacher" in name for name in metrics)
 
 
-@pytest.mark.parametrize("case", golden_cases("losses_*.json", {"teacher_attach"}))
-def test_golden_attachment(case):
-    inputs, expected = case["inputs"], case["expected"]
-    attachment = rows_lib.attach_teacher(
-        inputs["student_rewards"],
-        inputs["teacher_reward"],
-        inputs["teacher_suffix_ids"],
-        teacher_loss=inputs["teacher_loss_type"] or "null",
-        threshold=inputs["reward_threshold"],
-        snis_beta=inputs["snis_beta"],
-        eos_id=inputs["eos_token_id"],
-    )
-    students = len(inputs["student_rewards"])
-    untouched = [inputs["incoming_student_advantage_sentinel"]] * students
-    advantages = untouched if attachment.advantages is None else attachment.advantages
-    np.testing.assert_allclose(advantages, expected["student_advantage"], **case["tolerance"])
-    counters = dict.fromkeys(expected["counters"], 0)
-    counters["student_rows_reweighted"] = students if attachment.advantages is not None else 0
-    if attachment.outcome in counters:
-        counters[attachment.outcome] = 1
-    assert counters == expected["counters"]
-    if expected["teacher_row"] is None:
-        assert attachment.coef is None and attachment.response_ids is None
-    else:
-        np.testing.assert_allclose(attachment.coef, expected["teacher_row"]["coef"], **case["tolerance"])
-        assert attachment.response_ids.tolist() == expected["teacher_row"]["response_ids"]
+def cut(rollout: Rollout, length: int) -> Rollout:
+    """The same rollout, cut by the length limit after `length` tokens."""
+    ids = as_ids(range(10, 10 + length))
+    return dataclasses.replace(rollout, completion=Completion(ids, np.zeros(length, np.float32), "length", 0))
 
 
-def test_attachment_by_hand():
-    def attach(students, teacher, **changes):
-        fields = dict(teacher_loss="luffy", threshold=0.0, snis_beta=1.0, eos_id=9) | changes
-        return rows_lib.attach_teacher(students, teacher, [4, 9], **fields)
+def truncated(rewards, which, length=6, **changes) -> Group:
+    """A group in which the rollouts `which` were cut."""
+    whole = group(rewards, **changes)
+    rollouts = tuple(cut(r, length) if i in which else r for i, r in enumerate(whole.rollouts))
+    return dataclasses.replace(whole, rollouts=rollouts)
 
-    assert attach([0.0] * 8, 1.0).coef == pytest.approx(8 / 9)
-    assert attach([0.0] * 8, 1.0, teacher_loss="snis").coef == pytest.approx(2.283, abs=1e-3)
-    assert attach([0.0] * 8, 1.0).response_ids.tolist() == [4, 9]
-    assert attach([0.0, 1.0], 1.0).outcome == "teacher_not_better_skipped"
-    assert attach([0.0, 0.0], None).outcome == "missing_reward_skipped"
-    assert attach([], 1.0).outcome == "no_student_rows_skipped"
-    assert attach([0.0], 1.0, teacher_loss="null").outcome == "no_teacher_loss"
+
+def section(**changes):
+    objective = common.get_config().objective
+    for key, value in changes.items():
+        objective[key] = value
+    return objective
+
+
+@pytest.mark.parametrize("which", [(), (1, 3), (0, 1, 2, 3)], ids=["none", "half", "all"])
+def test_masked_answers_leave_rows_and_mean(which):
+    """What is left is what a group without them gives; with all of them cut there are no rows."""
+    rewards = [1.0, 0.0, 0.0, 0.0]
+    mask = rows_lib.Overlong.from_config(section(overlong="mask"), 8)
+    groups = [truncated(rewards, which)]
+    rows = rows_lib.rows_from_groups(groups, "group_mean", mask)
+    left = [r for i, r in enumerate(rewards) if i not in which]
+    assert [row.advantage for row in rows] == [row.advantage for row in rows_lib.rows_from_groups([group(left)], "group_mean")]
+    assert rows_lib.overlong_metrics(groups, mask)["data/overlong_masked"] == len(which)
+    released = rows_lib.rows_from_groups(groups, "group_mean", rows_lib.Overlong.from_config(section(), 8))
+    assert [row.advantage for row in released] == [0.75, -0.25, -0.25, -0.25]  # cut answers are failures like others
+
+
+def test_long_answers_lose_reward_before_the_advantages():
+    """The prompt has 2 tokens: 6 more reach the limit of 8, where the penalty of a buffer of 4 is whole; 2 more are free."""
+    soft = rows_lib.Overlong.from_config(section(overlong="soft", overlong_buffer=4, overlong_penalty=0.5), 8)
+    groups = [truncated([1.0, 0.0, 1.0], (1,)), truncated([1.0, 1.0], (0,), length=4)]
+    rows = rows_lib.rows_from_groups(groups, "group_mean", soft)
+    assert [row.advantage for row in rows] == pytest.approx([0.5, -1.0, 0.5, -0.125, 0.125])
+    assert [row.reward for row in rows] == [1.0, 0.0, 1.0, 1.0, 1.0]
+    assert rows_lib.overlong_metrics(groups, soft)["data/overlong_penalty"] == pytest.approx(-(0.5 + 0.25) / 5)
+
+
+def test_rows_without_a_gradient_may_stay():
+    rows = rows_lib.rows_from_groups([group([0.0, 0.0]), group([1.0, 0.0], "h")], "group_mean")
+    assert [len(rows_lib.keep_rows(rows, switch)) for switch in ("drop", "keep")] == [2, 4]
+
+
+def test_whitening_is_over_the_tokens_of_a_stream():
+    rows = tiny.make_rows(5) + tiny.make_rows(4, seed=1, source=BRANCH) + tiny.teacher_rows(2, coef=0.5)
+    out = rows_lib.whiten_rows(rows)
+    for source in (MAIN, BRANCH):
+        tokens = np.repeat(*zip(*[(r.advantage, len(r.response_ids)) for r in out if r.source == source], strict=True))
+        assert tokens.mean() == pytest.approx(0, abs=1e-12) and tokens.std(ddof=1) == pytest.approx(1)
+    assert out[-2:] == rows[-2:]
+    assert rows_lib.whiten_rows([]) == []

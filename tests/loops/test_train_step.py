@@ -1,7 +1,6 @@
 """One whole training step with a scripted engine: states, groups, observations, rows. Golden cases `train_step`."""
 
 import concurrent.futures
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from deepgrpo.curriculum.base import Correction
 from deepgrpo.curriculum.forest import ForestCurriculum
 from deepgrpo.curriculum.forest_pool import Forest
+from deepgrpo.learner import attach
 from deepgrpo.learner import rows as rows_lib
 from deepgrpo.learner.minibatch import injection_count, interleave
 from deepgrpo.learner.objective import MAIN, TEACHER
@@ -90,42 +90,28 @@ def drain(curriculum):
 def step(inputs):
     """The lines of train.py's loop between the prompts and the update, with teacher rows attached."""
     curriculum, ratio = planted(inputs["forest_before"]), inputs["injection_ratio"]
-    origins = {str(node["ids"].tolist()): node["origin"] for tree in curriculum.pool.describe() for node in tree["nodes"]}
+    origins = {node["node"]: node["origin"] for tree in curriculum.pool.describe() for node in tree["nodes"]}
     drawn = [problem(i, prompt) for i, prompt in enumerate(inputs["dataset_prompts"])]
     states = curriculum.sample(injection_count(len(drawn), ratio, curriculum.ready()), inputs["global_step"])
     prompts = [Prompt(p.prompt_ids, p, inputs["rollout_n"], f"1:{i}") for i, p in enumerate(drawn)]
     prompts += [Prompt(s.ids, s.problem, inputs["prefix_rollout_n"], f"1:state:{i}", s.node) for i, s in enumerate(states)]
     setting = Setting(ScriptedEngine(inputs["script"]), LastTokenGrader(), NumberTokenizer(), SAMPLING, 0, 10.0)
     groups = reasoning.run(setting, prompts, 1, "train")
+    continuation = lambda node: (origins[node].suffix_ids, origins[node].reward)  # noqa: E731
+    continuations = attach.find_continuations(groups, continuation)
     metrics = curriculum.observe(groups, inputs["global_step"])
-    rows = rows_lib.rows_from_groups(groups, "group_mean")
-    outcomes = Counter()
-    for group in groups:
-        if not group.prompt.injected:
-            continue
-        origin = origins[str(group.prompt.ids.tolist())]
-        attached = rows_lib.attach_teacher(
-            [r.reward for r in group.verdicts()],
-            origin.reward,
-            origin.suffix_ids,
-            teacher_loss=inputs["teacher_loss_type"] or "null",
-            threshold=inputs["reward_threshold"],
-            snis_beta=1.0,
-            eos_id=inputs["eos_token_id"],
-        )
-        outcomes[attached.outcome] += 1
-        outcomes["student_rows_reweighted"] += 0 if attached.advantages is None else len(attached.advantages)
-        if attached.coef is not None:
-            prompt = group.prompt
-            rows.append(
-                rows_lib.Row(
-                    prompt.ids, attached.response_ids, 0.0, TEACHER, attached.coef, None, prompt.group_id, -1, True, origin.reward
-                )
-            )
+    rows, attached = attach.attach(
+        rows_lib.rows_from_groups(groups, "group_mean"),
+        groups,
+        continuations,
+        teacher_loss=inputs["teacher_loss_type"] or "null",
+        threshold=inputs["reward_threshold"],
+        snis_beta=1.0,
+        stop_ids=(inputs["eos_token_id"],),
+        max_model_len=SAMPLING.max_model_len,
+    )
     kept = rows_lib.keep_rows(rows)
-    metrics |= rows_lib.filter_metrics(rows, kept)
-    names = ("teacher_rows_built", "student_rows_reweighted", "teacher_not_better_skipped")
-    metrics |= {f"prefix_luffy/{name}": outcomes[name] for name in names} | {"prefix_luffy/candidate_groups": len(states)}
+    metrics |= attached | rows_lib.filter_metrics(rows, kept)
     return curriculum, states, kept, metrics
 
 

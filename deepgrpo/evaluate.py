@@ -85,6 +85,7 @@ import jax  # noqa: E402
 from deepgrpo.data import dataset as dataset_lib  # noqa: E402
 from deepgrpo.data import readers  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
+from deepgrpo.data.contamination import overlap  # noqa: E402
 from deepgrpo.learner import sharding  # noqa: E402
 from deepgrpo.loops import reasoning  # noqa: E402
 from deepgrpo.loops.base import Setting  # noqa: E402
@@ -230,14 +231,14 @@ def set_digests(loaded: dict[str, list[Problem]], named: dict[str, list[str]]) -
 def selection(step: pathlib.Path | None, loaded: dict[str, list[Problem]]) -> dict[str, Any]:
     """Sets that the checkpoint was chosen on, and a label if questions of one of them are evaluated here."""
     sets = runs.selected_on(step) if step else []
-    asked = {" ".join(problem.question.split()) for problems in loaded.values() for problem in problems}
-    overlap = False
+    asked = [problem.question for problems in loaded.values() for problem in problems]
+    shared = False
     for spec in sets:
         try:
-            overlap |= any(" ".join(row.question.split()) in asked for row in readers.read(spec))
+            shared |= bool(overlap([row.question for row in readers.read(spec)], asked).found)
         except (OSError, ValueError):  # the file is gone: its name has to tell
-            overlap |= spec.startswith("unknown") or file_of(spec) in map(file_of, loaded)
-    return {"sets": sets, "label": best.LABEL if overlap else ""}
+            shared |= spec.startswith("unknown") or file_of(spec) in map(file_of, loaded)
+    return {"sets": sets, "label": best.LABEL if shared else ""}
 
 
 def engine_version(config) -> str:

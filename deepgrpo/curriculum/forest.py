@@ -10,12 +10,11 @@ import ml_collections
 import numpy as np
 
 from deepgrpo.curriculum.base import Correction, Curriculum, Failure, State
+from deepgrpo.curriculum.feedback import check_failures, check_step, failures_for_teacher, injection_metrics, judged_groups
 from deepgrpo.curriculum.forest_pool import Forest
 from deepgrpo.curriculum.forest_records import Annotation, tree_key
 from deepgrpo.learner.minibatch import injection_count
-from deepgrpo.types import Group, Ids, Problem, Rollout
-
-FAILURES = ("all", "longest_prefix")
+from deepgrpo.types import Group, Ids, Problem
 
 
 @dataclasses.dataclass
@@ -51,8 +50,7 @@ class ForestCurriculum(Curriculum):
         Raises:
           ValueError: `failures` is neither.
         """
-        if failures not in FAILURES:
-            raise ValueError(f"curriculum.failures must be one of {', '.join(FAILURES)}, got {failures!r}")
+        check_failures(failures)
         self.pool = pool
         self._threshold = threshold
         self._failures = failures
@@ -71,7 +69,7 @@ class ForestCurriculum(Curriculum):
         Raises:
           ValueError: `step` is negative (-1 means never).
         """
-        _check_step(step)
+        check_step(step)
         self._cleaned_before_sampling = self.pool.cleanup()
         return self.pool.sample_rollout(n, step)
 
@@ -84,8 +82,8 @@ class ForestCurriculum(Curriculum):
         Raises:
           ValueError: `failures` is "longest_prefix" and no failure of a group has a right prefix; or `step` is negative.
         """
-        _check_step(step)
-        judged = [(group, *group.successes(self._threshold)) for group in groups if group.verdicts()]
+        check_step(step)
+        judged = judged_groups(groups, self._threshold)
         seen = dict.fromkeys(("observations_recorded", "events_added", "nodes_retired", "root_events_added"), 0)
         seen |= dict.fromkeys(("root_groups_seen", "root_fail_groups", "root_success_groups"), 0)
         seen |= dict.fromkeys(("root_trees_created", "root_nodes_deactivated"), 0)
@@ -104,14 +102,11 @@ class ForestCurriculum(Curriculum):
             seen["root_nodes_deactivated"] += counts["root_deactivated"]
         seen["trees_cleaned"] = self.pool.cleanup()
         seen["groups_without_verdict"] = len(groups) - len(judged)
-        injected = [group for group in groups if group.prompt.injected]
-        return {f"forest_pool/{name}_this_step": float(value) for name, value in seen.items()} | {
-            "forest_pool/trees_cleaned_pre_sample": float(self._cleaned_before_sampling),
-            "synthetic_inject/injected_count": float(len(injected)),
-            "synthetic_inject/rollout_n": float(injected[0].prompt.n if injected else 0),
-            "synthetic_inject/failed_collected": float(sum(k_total - k_succ for _, k_succ, k_total in judged)),
-            "synthetic_inject/failure_feed_skipped": float(not judged),
-        }
+        return (
+            {f"forest_pool/{name}_this_step": float(value) for name, value in seen.items()}
+            | {"forest_pool/trees_cleaned_pre_sample": float(self._cleaned_before_sampling)}
+            | injection_metrics(groups, judged)
+        )
 
     def _root_groups(self, judged: Sequence[tuple[Group, int, int]]) -> list[_RootGroup]:
         """Merges the dataset groups by their prompt, in order of first appearance."""
@@ -130,10 +125,8 @@ class ForestCurriculum(Curriculum):
 
     def _to_teacher(self, group: Group) -> list[Ids]:
         """The responses of a group that the teacher is to correct."""
-        failures = group.failures(self._threshold)
-        if failures and self._failures == "longest_prefix":
-            failures = [_longest_right_prefix(group, failures)]
-        return [rollout.completion.ids for rollout in failures]
+        rollouts = failures_for_teacher(group, self._threshold, self._failures)
+        return [rollout.completion.ids for rollout in rollouts]
 
     def dispatch(self, max_items: int, step: int) -> list[Failure]:
         """Hands out at most `max_items` failures, at most one a tree."""
@@ -184,18 +177,3 @@ def create(config: ml_collections.ConfigDict) -> ForestCurriculum:
         injection_ratio=config.curriculum.injection_ratio,
         strict_reference=config.strict_reference,
     )
-
-
-def _check_step(step: int) -> None:
-    if step < 0:
-        raise ValueError(f"step must be >= 0 (-1 means never), got {step}")
-
-
-def _longest_right_prefix(group: Group, failures: Sequence[Rollout]) -> Rollout:
-    graded = [rollout for rollout in failures if rollout.grade.right_prefix is not None]
-    if not graded:
-        raise ValueError(
-            f"curriculum.failures=longest_prefix needs a step-checking grader, but no failure of group {group.prompt.group_id!r} "
-            f"(data source {group.prompt.problem.data_source!r}) carries right_prefix; set curriculum.failures=all"
-        )
-    return max(graded, key=lambda rollout: rollout.grade.right_prefix)

@@ -92,6 +92,8 @@ def check_request(request: Request, benchmark: Benchmark) -> None:
     out, options = pathlib.Path(request.out), request.options
     if not request.out:
         raise ValueError("--out: expected the folder to write to")
+    if negative := [name for name in ("hold_out", "max_train", "max_test") if getattr(request, name) < 0]:
+        raise ValueError(f"--{negative[0].replace('_', '-')}: expected a number of rows, 0 or more")
     if options.prompt_style != "suffix" and not benchmark.styles:
         raise ValueError(f"--prompt-style={options.prompt_style}: {request.name} has a prompt of its own; only suffix fits it")
     if (report := out / "report.json").is_file() and (other := json.loads(report.read_text()).get("benchmark")) != request.name:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from deepgrpo.data import tables
 
 _DATA_FILES = ("*.parquet", "*.arrow", "*.jsonl", "*.json", "*.txt", "*.md", "*.csv")
-_HELD_OUT = re.compile(r"(?:^|[^a-z])(?:test|dev|val|valid|validation|eval|evaluation|heldout|math500|math_500)(?![a-z])")
+_HELD_OUT = re.compile(r"(?:^|[^a-z])(?:test|dev|val|valid|validation|eval|evaluation|heldout)(?![a-z])")
+_BENCHMARKS = frozenset("aime aime24 amc amc23 math500 minerva olympiadbench bamboogle".split())  # which are nothing but tests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,8 @@ def locate(place: pathlib.Path, name: str, split: Split, only: bool) -> pathlib.
 
 def held_out(path: pathlib.Path) -> bool:
     """Whether a file's name, or its folder's if the file is a split of a saved set, says that it is for testing."""
-    return bool(_HELD_OUT.search(path.name.lower()))
+    name = path.name.lower()
+    return bool(_HELD_OUT.search(name)) or re.sub(r"[-_]", "", name.split(".")[0]) in _BENCHMARKS
 
 
 def digests(path: pathlib.Path) -> dict[str, str]:

@@ -170,6 +170,7 @@ def test_the_same_input_gives_the_same_bytes(source, tmp_path):
         (["math", "--fixes={source}/math_known_issues.json", "--split=test"], "fits none of .*math500.jsonl"),
         (["math", "--against=other:x"], "'other:x' is not NAME:PATH"),
         (["math", "--hold-out=5"], "hold-out=5: expected fewer than the rows of train; here are 4"),
+        (["math", "--max-train=-1"], "--max-train: expected a number of rows"),
         (["finqa", "--prompt-style=both"], "finqa has a prompt of its own"),
         (["asdiv", "--source="], "asdiv has no repository of its own on the hub"),
         (["gsm8k", "--source={source}/gsm8k_train.jsonl"], "is one file, several splits are wanted"),

@@ -79,7 +79,8 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["gsm8k_test.jsonl", "dev.json", "math500.jsonl", "processed_test-dev_out_3_8.json", "validation"]
+    "name",
+    ["gsm8k_test.jsonl", "dev.json", "MATH-500.jsonl", "olympiad_bench.json", "processed_test-dev_out_3_8.json", "validation"],
 )
 def test_test_files_do_not_become_training_data(tmp_path, name):
     path = tmp_path / name
@@ -90,7 +91,7 @@ def test_test_files_do_not_become_training_data(tmp_path, name):
     assert sources.load(path, "test", TEST, True, ()).rows == ROWS
 
 
-@pytest.mark.parametrize("name", ["latest.jsonl", "contest_train.jsonl", "devices.jsonl", "train.jsonl"])
+@pytest.mark.parametrize("name", ["latest.jsonl", "contest_train.jsonl", "devices.jsonl", "amc_aime_train.jsonl"])
 def test_names_that_only_look_like_tests(tmp_path, name):
     assert not sources.held_out(tmp_path / name)
 

@@ -228,7 +228,8 @@ def save(
     """Writes a Hugging Face folder that transformers and vLLM load: config, safetensors, and the tokenizer of another folder.
 
     The folder appears at once and complete. `lm_head.weight` is always written, as a copy of the embedding where they are tied:
-    a running vLLM that reloads weights keeps its old head otherwise. In a multi-process run every process calls this.
+    a running vLLM that reloads weights keeps its old head otherwise. Where the parameters' shards
+    lie in several processes, each of these calls this.
 
     Args:
       params: the tree that `Transformer` initialises, of JAX arrays, sharded or not, or of what NumPy takes for an array.
@@ -255,7 +256,7 @@ def save(
                 hf |= _token_ids(source)
             _write_json(temporary / "config.json", hf)
         _write_weights(params, config, temporary, kind, shard_bytes)
-    if jax.process_count() > 1:
+    if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
         multihost_utils.sync_global_devices(f"hf.save {folder}")
 
 

@@ -53,7 +53,7 @@ class Publisher:
 
     def start(self, version: int) -> Weights:
         """Writes the learner's present policy, for servers to start on."""
-        policy = self.snapshots.take(self.learner.policy)
+        policy = self.snapshots.take(self.learner.policy, self.learner.announce)
         logps = self._probe_logps()
         return self._weights(version, self._write(policy, version, 0, {}), logps())
 
@@ -82,7 +82,7 @@ class Publisher:
         """
         self.fleet.settle()
         start = time.perf_counter()
-        policy, logps = self.snapshots.take(params), self._probe_logps()
+        policy, logps = self.snapshots.take(params, self.learner.announce), self._probe_logps()
         blocked = time.perf_counter() - start
         self.fleet.update(lambda: self._deliver(version, policy, logps, blocked))
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import os
 import pathlib
@@ -23,7 +24,7 @@ from deepgrpo.rollout.vllm_fleet import Deadlines, Fleet
 from deepgrpo.rollout.vllm_proof import GREEDY_TOKENS
 from deepgrpo.rollout.vllm_server import VllmServer
 from deepgrpo.types import Ids, as_ids
-from deepgrpo.weights import hf
+from deepgrpo.weights import hf, snapshot
 from deepgrpo.weights.publish import Publisher
 from deepgrpo.weights.snapshot import Snapshots
 
@@ -113,6 +114,17 @@ def open_vllm(
     if keys.self_test:
         self_test(engine, learner, prompts, sampling, keys.self_test, config.seed, publisher.tolerance)
     return engine, publisher.publish
+
+
+def storing(config: Any, learner: Learner, model_config: ModelConfig, num_real_ids: int) -> Callable[[str], None]:
+    """What the learner's other processes do for a publication (`Snapshots.take`): a function of the folder to write to."""
+    published = dataclasses.replace(model_config, vocab_size=num_real_ids)
+    dtype = jnp.dtype(config.vllm.dtype or config.model.dtype)
+
+    def store(folder: str) -> None:
+        snapshot.store(learner.policy, folder, published, dtype)
+
+    return store
 
 
 def attached_servers(config: Any) -> list[VllmServer]:

@@ -60,10 +60,19 @@ class Snapshots:
         self.tokenizer_from = pathlib.Path(tokenizer_from)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sweeper = concurrent.futures.ThreadPoolExecutor(1, "sweep")
+        self._stored = 0
 
-    def take(self, params: Any) -> Any:
-        """A copy of the policy, sharded likewise, that outlives the next update. Only enqueues it: the caller need not wait."""
-        return _copy(params, self.config, self.dtype)
+    def take(self, params: Any, announce: Callable[..., None] | None = None) -> Any:
+        """A copy of the policy, sharded likewise, that outlives the next update. Only enqueues it: the caller need not wait.
+
+        A learner of several processes writes the copy at once, all of them together: `announce("store", folder=...)` has the
+        others call `store`, too. It is read back by `write`.
+        """
+        if jax.process_count() == 1:
+            return _copy(params, self.config, self.dtype)
+        folder, self._stored = self.folder / f".{self._stored}.shards", self._stored + 1
+        announce("store", folder=str(folder))
+        return store(params, folder, self.config, self.dtype)
 
     def write(self, policy: Any, name: str, seconds: dict[str, float]) -> pathlib.Path:
         """Writes what `take` returned and returns the folder, which appears at once and complete.
@@ -72,13 +81,17 @@ class Snapshots:
           seconds: gets the time of the parts `snapshot` (until the copy is there), `orbax` and `convert`.
         """
         target, store = self.folder / name, self.folder / f".{name}.orbax"
+        if isinstance(policy, _Stored):
+            with _lap(seconds, "convert"):
+                hf.save(self._stored_parts(policy), self.config, target, self.dtype, self.tokenizer_from)
+            return target  # the store goes with `keep`: another attempt may want it
         with _lap(seconds, "snapshot"):
             jax.block_until_ready(policy)
         with _lap(seconds, "orbax"):
             if self.route == "orbax":
                 shutil.rmtree(store, ignore_errors=True)
-                with _checkpointer() as checkpointer:
-                    checkpointer.save(store, args=ocp.args.PyTreeSave(named_leaves(policy)))
+                with _checkpointer() as writer:
+                    writer.save(store, args=ocp.args.PyTreeSave(named_leaves(policy)))
         with _lap(seconds, "convert"):
             hf.save(self._parts(policy, store), self.config, target, self.dtype, self.tokenizer_from)
         self._remove(store)
@@ -86,12 +99,19 @@ class Snapshots:
 
     def _parts(self, policy: Any, store: pathlib.Path) -> dict:
         """The tree that `hf.save` converts, read from the Orbax store or from the learner's devices."""
-        leaves, parts = named_leaves(policy), {}
-        named = {name: leaves[name] for name in (".".join(row.path) for row in hf.table(self.config))}  # in the file's order
-        stored = _Store(store, named)
+        leaves = named_leaves(policy)
+        if self.route == "orbax":
+            return self._stored_parts(_Stored(store, {name: leaf.nbytes for name, leaf in leaves.items()}))
+        return self._tree(lambda name: np.asarray(leaves[name]))
+
+    def _stored_parts(self, stored: "_Stored") -> dict:
+        names = [".".join(row.path) for row in hf.table(self.config)]  # in the file's order
+        return self._tree(_Store(stored.folder, {name: stored.nbytes[name] for name in names}).read)
+
+    def _tree(self, fetch: Callable[[str], np.ndarray]) -> dict:
+        parts: dict = {}
         for row in hf.table(self.config):
-            name = ".".join(row.path)
-            read = functools.partial(stored.read, name) if self.route == "orbax" else functools.partial(np.asarray, named[name])
+            read = functools.partial(fetch, ".".join(row.path))
             node = functools.reduce(lambda node, key: node.setdefault(key, {}), row.path[:-1], parts)
             node[row.path[-1]] = _Part(read, row.shape, row.transposed)
         return parts
@@ -114,6 +134,17 @@ class Snapshots:
         self._sweeper.submit(shutil.rmtree, path, ignore_errors=True)
 
 
+def store(params: Any, folder: str | os.PathLike, config: ModelConfig, dtype: np.dtype) -> "_Stored":
+    """Writes this process's shards of a copy of the policy; every process of the learner calls it.
+
+    config: of the learner's model, with the vocabulary that the engine gets.
+    """
+    named = named_leaves(_copy(params, config, dtype))
+    with _checkpointer() as writer:
+        writer.save(pathlib.Path(folder), args=ocp.args.PyTreeSave(named))
+    return _Stored(pathlib.Path(folder), {name: leaf.nbytes for name, leaf in named.items()})
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _copy(params: Any, config: ModelConfig, dtype: np.dtype) -> Any:
     """Casts, leaves out phantom rows, turns what Hugging Face turns (fast here, slow on a host), and always copies: the learner
@@ -129,6 +160,14 @@ def _copy(params: Any, config: ModelConfig, dtype: np.dtype) -> Any:
         return jnp.copy((x.swapaxes(-1, -2) if transposed[names] else x).astype(dtype))
 
     return jax.tree_util.tree_map_with_path(one, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A copy of the policy in an Orbax folder. nbytes: of each array, by its flat name."""
+
+    folder: pathlib.Path
+    nbytes: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,15 +187,15 @@ class _Store:
     """The arrays of an Orbax checkpoint, read in groups of neighbours of which one at a time is kept: all at once would take a
     whole policy's memory, one by one takes twice the time."""
 
-    def __init__(self, folder: pathlib.Path, named: dict[str, jax.Array]):
+    def __init__(self, folder: pathlib.Path, nbytes: dict[str, int]):
         self.folder, self.groups, self.loaded = folder, [], {}
         room = 0
-        for name, leaf in named.items():
-            if leaf.nbytes > room:
+        for name, size in nbytes.items():
+            if size > room:
                 self.groups.append([])
                 room = GROUP_BYTES
             self.groups[-1].append(name)
-            room -= leaf.nbytes
+            room -= size
 
     def read(self, name: str) -> np.ndarray:
         if name not in self.loaded:
@@ -164,14 +203,21 @@ class _Store:
             (group,) = (group for group in self.groups if name in group)
             restore = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in group}
             args = ocp.args.PyTreeRestore(item=dict.fromkeys(group, 0), restore_args=restore, partial_restore=True)
-            with _checkpointer() as checkpointer:
-                self.loaded = checkpointer.restore(self.folder, args=args)
+            with _checkpointer(alone=True) as reader:
+                self.loaded = reader.restore(self.folder, args=args)
         return self.loaded[name]
 
 
-def _checkpointer() -> ocp.Checkpointer:
-    """One folder an array, uncompressed: weights hardly shrink, and a single array is found without a database."""
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=False))
+def _checkpointer(alone: bool = False) -> ocp.Checkpointer:
+    """One folder an array, uncompressed: weights hardly shrink, and a single array is found without a database.
+
+    alone: this process works without the learner's others.
+    """
+    options = ocp.options.MultiprocessingOptions()
+    if alone:
+        options = ocp.options.MultiprocessingOptions(primary_host=jax.process_index(), active_processes={jax.process_index()})
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=False, multiprocessing_options=options)
+    return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,9 @@ class Student:
     def __init__(self, params):
         self.policy, self.model = params, types.SimpleNamespace(dtype=jnp.float32)
 
+    def announce(self, name, **fields):
+        """A learner of one process has nobody to tell."""
+
     def start_score(self, sequences, at_temperature_1=False):
         scores = self.score(sequences)
         return lambda: scores

@@ -37,15 +37,16 @@ import jax.numpy as jnp  # noqa: E402
 from deepgrpo.curriculum import forest, none  # noqa: E402
 from deepgrpo.data import dataset as dataset_lib  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
+from deepgrpo.learner import distributed, sharding  # noqa: E402
 from deepgrpo.learner import rows as rows_lib  # noqa: E402
-from deepgrpo.learner import sharding  # noqa: E402
-from deepgrpo.learner.learner import Learner  # noqa: E402
+from deepgrpo.learner.learner import Learner, PendingUpdate  # noqa: E402
+from deepgrpo.learner.minibatch import step_rows  # noqa: E402
 from deepgrpo.loops import reasoning  # noqa: E402
 from deepgrpo.loops.base import Setting, with_sampling  # noqa: E402
 from deepgrpo.model.config import ModelConfig  # noqa: E402
 from deepgrpo.model.transformer import abstract_params  # noqa: E402
-from deepgrpo.rewards.grade import check_sources, rubric_of  # noqa: E402
-from deepgrpo.rewards.service import GradingService  # noqa: E402
+from deepgrpo.rewards.grade import rubric_of  # noqa: E402
+from deepgrpo.rewards.setup import open_grading  # noqa: E402
 from deepgrpo.rewards.weighted import part_means  # noqa: E402
 from deepgrpo.rollout.engine import Sampling  # noqa: E402
 from deepgrpo.teacher.setup import open_teacher  # noqa: E402
@@ -56,7 +57,7 @@ from deepgrpo.telemetry.progress import Progress, Timer  # noqa: E402
 from deepgrpo.types import Group, Prompt  # noqa: E402
 from deepgrpo.weights import best, hf  # noqa: E402
 from deepgrpo.weights.checkpoint import Checkpoints  # noqa: E402
-from deepgrpo.weights.setup import open_engine  # noqa: E402
+from deepgrpo.weights.setup import open_engine, storing  # noqa: E402
 
 log = logging.getLogger("deepgrpo.train")  # by its name: __name__ is __main__ here
 
@@ -71,6 +72,9 @@ def main(config, line) -> None:
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    distributed.initialise(config.learner)
+    if jax.process_count() > 1 and config.rollout.engine == "native":
+        raise SystemExit("the native engine lives in one process with its learner: several need --config.rollout.engine=vllm")
     with contextlib.ExitStack() as stack:
         train(config, line, stack, stop)
 
@@ -79,16 +83,20 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     ################################################################################################################
     #  Run folder
     ################################################################################################################
+    first = jax.process_index() == 0  # of a learner of several processes, it alone writes and rolls out
+    channel = stack.enter_context(distributed.open_channel(config.learner.coordinator))
     run = config_lib.run_folder(config)
-    rubric = rubric_of(config.rewards)
+    rubric_of(config.rewards)  # a reward of the user's that can't be imported ends the run here
     keep = config.checkpoint
     label = "" if config.data.selection else best.LABEL
     checkpoints = Checkpoints(run / "checkpoints", keep.keep, keep.save_best, keep.best_metric, best_label=label)
     resumed = checkpoints.latest_step()
+    distributed.require_agreement(resumed, f"newest checkpoint in {run}")
     warnings = config_lib.check_inputs(config, resuming=resumed is not None)
     devices = [device.device_kind for device in jax.devices()]
-    notes = config_lib.write_resolved(config, line, resumed is not None, devices)
-    stack.callback(close_log, open_log(run))
+    notes = config_lib.write_resolved(config, line, resumed is not None, devices) if first else []
+    if first:
+        stack.callback(close_log, open_log(run))
     for text in warnings + [f"changed since the run began: {note}" for note in notes]:
         log.warning("%s", text)
 
@@ -111,7 +119,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     problems, held_out = load(data.train, data.limit), load(data.validation, data.validation_limit)
     choosing = load(data.selection, data.validation_limit)
     sources = {problem.data_source for problem in problems + held_out + choosing}
-    check_sources(sources, rubric)
+    grading = open_grading(config, stack, sources, run / "judge")
     if (shared := dataset_lib.contamination(problems, held_out)) and not data.allow_overlap:
         raise SystemExit(
             f"{shared} training questions are also in data.validation {data.validation}: every score would be too good. "
@@ -145,15 +153,25 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         optim=config.optim,
         learner=config.learner,
         rollout_n=config.rollout.n,
+        max_rows=step_rows(config),
         seed=config.seed,
         total_steps=total_steps,
         strict_reference=config.strict_reference,
         mesh=mesh,
+        channel=channel,
     )
     del params  # the learner has its own copy
-    rewards = config.rewards
-    service = GradingService(rewards.workers, rewards.deadline, sources, rubric, rewards.waiting_workers)
-    grading = stack.enter_context(service)
+    learner.prepare(config.learner.compile_ahead)
+    stack.callback(learner.programs.close)
+    if resumed is not None:
+        arrays, host, folder = checkpoints.restore(resumed, learner.abstract_state())
+        learner.restore(arrays)
+        learner.restore_host(host["learner"])
+        del arrays
+    if not first:
+        store = storing(config, learner, model_config, len(tokenizer))
+        learner.follow({"save": lambda step: checkpoints.save(step, learner.state, {}), "store": store})
+        return
     loop = LOOPS[config.loop]
     curriculum = CURRICULA[config.curriculum.pool](config)
     teacher = None
@@ -173,10 +191,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     ################################################################################################################
     step, student_tokens = 0, 0
     if resumed is not None:
-        arrays, host, folder = checkpoints.restore(resumed, learner.abstract_state())
-        learner.restore(arrays)
-        learner.restore_host(host["learner"])
         dataset.restore(host["dataset"])
+        grading.restore(host["grading"])
         curriculum.restore(folder / "curriculum")
         if teacher:
             teacher.restore(host["teacher"])
@@ -234,11 +250,20 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
 
     def save() -> None:
         host = {"step": step, "student_tokens": student_tokens, "dataset": dataset.state(), "learner": learner.host_state()}
+        host["grading"] = grading.state()
         if teacher:
             host["teacher"] = teacher.state()
         metrics_file.sync()
+        learner.announce("save", step=step)
         with timer("save_checkpoint"):
             checkpoints.save(step, learner.state, host, {"curriculum": curriculum.state})
+
+    def write_log(at: int, metrics: dict[str, float], update: PendingUpdate) -> dict[str, float]:
+        metrics |= update.metrics()
+        metrics |= alerts.rollout_mismatch(metrics, rollout.mismatch_alert, config.model.dtype, config.vllm.dtype)
+        metrics_file.write(at, metrics)
+        progress.update(at, metrics)
+        return metrics
 
     def done() -> bool:
         budget = config.train.student_tokens
@@ -257,6 +282,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
 
     others = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, "rollouts"))
     ahead = None  # with max_staleness 1: the next step's groups, in the making while this step updates
+    late = None  # then also: the log line of the step before, written once this step's update is under way
     versions = [engine.version]  # of the weights, the newest two
     while not done() and (ahead or not stop.is_set()):
         step += 1
@@ -293,8 +319,9 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             metrics["rollout_mismatch/staleness"] = sum(version > oldest for version in versions)
             every_row = rows_lib.rows_from_groups(groups, config.objective.advantage)
             rows = rows_lib.keep_rows(every_row)
-            metrics |= learner.update(rows, step)
-            metrics |= alerts.rollout_mismatch(metrics, rollout.mismatch_alert, config.model.dtype, config.vllm.dtype)
+            update = learner.start_update(rows, step)
+            if late:
+                write_log(*late)
             if ahead:
                 with timer("gen"):
                     concurrent.futures.wait([ahead])  # one step's rollouts are of one policy
@@ -308,12 +335,15 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             ########################################################################################################
             if validates:
                 metrics |= validate(step)
+            if not ahead:
+                update.metrics()  # waits for the devices, which is part of the step
         metrics |= rows_lib.data_metrics(every_row, rollout.max_model_len) | rows_lib.filter_metrics(every_row, rows)
         metrics |= statistics.group_statistics(groups, config.rewards.threshold) | curriculum.metrics() | part_means(groups)
         metrics |= (teacher.metrics() if teacher else {}) | grading.metrics() | engine.metrics() | timer.metrics()
         metrics |= {"training/global_step": step, "training/epoch": epoch, "training/student_tokens": student_tokens}
-        metrics_file.write(step, metrics)
-        progress.update(step, metrics)
+        late = (step, metrics, update)
+        if not ahead:
+            metrics, late = write_log(*late), None
         if config.telemetry.rollouts_every and step % config.telemetry.rollouts_every == 0:
             with timer("dump_rollout_generations"):
                 dumps.write(run / "rollouts" / f"{step}.jsonl", dumps.rollout_records(groups, step, tokenizer.decode))

@@ -7,7 +7,8 @@ says.
 
 To add a source: write a module with `grade(answer) -> Grade`, and enter it in GRADERS; or leave this file alone and name it in
 the configuration, rewards.graders=("SOURCE=my_package.my_module:grade",). A grader may be a coroutine function; a module's
-`warm_up()`, if it has one, runs before its worker is ready.
+`warm_up()`, if it has one, runs before its worker is ready. One that asks a service of its own says so by attributes of the
+function: `grade.seconds = 60.0`, its deadline, and `grade.waits = True`, for workers that hold nobody else up.
 """
 
 import asyncio
@@ -27,28 +28,34 @@ __all__ = ["GRADERS", "STEP_CHECKING", "Answer", "Grader", "Rubric", "check_sour
 
 BOX = r"\\(?:boxed|fbox)(?![A-Za-z])|<answer>"
 NUMBER = r"#{3,}|\\boxed(?![A-Za-z])|\banswer(?:\s+is\b|\s*:)|<answer>"
-TAGS = r"<answer>"
-ANY = f"{BOX}|{NUMBER}"
+TAG = r"<\s*/?\s*answer\b"
+ANY = f"{BOX}|{NUMBER}|{TAG}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Grader:
     """An entry of GRADERS.
 
-    path: "module:function", imported when it is first needed.
-    leaks: pattern of a text that states a final answer or begins to: no locked prefix may hold one.
-    family: "boxed", "number" or "formula" if `rewards.grader` and `rewards.extract` apply.
+    path: "module:function", imported when it is first needed; "" for sources that `external.ExternalGrading` grades.
+    leaks: pattern of a text that states a final answer or begins to: no locked prefix may hold one. "": the module's LEAK.
+    family: "boxed", "number" or "formula" if `rewards.extract` applies.
+    compatible: path of the reference's grader, for rewards.grader=compat_*; "": a family has its own, others have none.
     checks_steps: its grades carry `right_prefix`.
     seconds: deadline of an answer, where rewards.deadline is too short for what it does.
-    waits: it spends its time waiting for others (a judge, a program that it runs): graded in workers of their own.
+    waits: it spends its time waiting for others: graded in workers of their own.
     """
 
     path: str
-    leaks: str
+    leaks: str = ""
     family: str = ""
+    compatible: str = ""
     checks_steps: bool = False
     seconds: float | None = None
     waits: bool = False
+
+    @property
+    def external(self) -> bool:
+        return not self.path
 
 
 GRADERS: dict[str, Grader] = {
@@ -58,6 +65,18 @@ GRADERS: dict[str, Grader] = {
         Grader("deepgrpo.rewards.math:grade", BOX, "boxed"),
     ),
     "DeepScaleR": Grader("deepgrpo.rewards.deepscaler:grade", f"{BOX}|{NUMBER}", "formula"),
+    **dict.fromkeys(
+        ("hotpotqa", "2wikimultihopqa", "musique", "bamboogle"),
+        Grader("deepgrpo.rewards.search_qa:grade", compatible="deepgrpo.rewards.search_qa:grade_strict_reference"),
+    ),
+    **dict.fromkeys(
+        ("finqa", "hybridqa", "ottqa", "multihiertt", "wikitq", "reasoning-table"),
+        Grader("deepgrpo.rewards.tables:grade", compatible="deepgrpo.rewards.tables_strict:grade_strict_reference"),
+    ),
+    "DABench": Grader("deepgrpo.rewards.dabench:grade", compatible="deepgrpo.rewards.dabench:grade_strict_reference"),
+    **dict.fromkeys(("datatask", "research", "dabstep_research", "dabstep", "DSBench_data_analysis"), Grader("", TAG)),
+    "DSBench_data_modeling": Grader("", TAG),
+    "ds1000": Grader("", r"```|<\s*code\b"),
     "carry_chain": Grader("deepgrpo.rewards.carry_chain:grade", "####", checks_steps=True),
     "arithmetic": Grader("deepgrpo.rewards.arithmetic:grade", "####", checks_steps=True),
 }
@@ -94,7 +113,15 @@ def grader_of(source: str, rubric: Rubric) -> Grader:
       KeyError: there is none.
     """
     own = rubric.own_graders().get(source)
-    return GRADERS[source] if own is None else dataclasses.replace(GRADERS.get(source, Grader("", ANY)), path=own, family="")
+    if own is None:
+        return GRADERS[source]
+    function = resolve(own)
+    return Grader(own, ANY, seconds=getattr(function, "seconds", None), waits=getattr(function, "waits", False))
+
+
+def external_sources(sources: Iterable[str], rubric: Rubric = DEFAULT) -> frozenset[str]:
+    """Those of `sources` that a judge or a program marks, outside of the grading workers."""
+    return frozenset(source for source in sources if grader_of(source, rubric).external)
 
 
 def check_sources(sources: Iterable[str], rubric: Rubric = DEFAULT) -> None:
@@ -118,23 +145,27 @@ def prepare(sources: Iterable[str], rubric: Rubric) -> None:
         module = sys.modules[resolve(grader.path).__module__]
         if warm_up := getattr(module, "warm_up", None):
             warm_up()
-        if grader.family and rubric.grader != "typed":
+        if rubric.grader != "typed" and grader.family:
             from deepgrpo.rewards import strict
 
             strict.warm_up()
+        elif rubric.grader != "typed" and grader.compatible:
+            resolve(grader.compatible)
 
 
 #### Grading
 
 
-def grade(answer: Answer, rubric: Rubric = DEFAULT) -> Grade:
+def grade(answer: Answer, rubric: Rubric = DEFAULT, task: Grade | None = None) -> Grade:
     """Grades in this process, without a deadline: what a grading worker runs. Everyone else uses `service.GradingService`.
+
+    task: the task's own grade, if it is known already; only the further rewards are then calculated.
 
     Raises:
       ValueError: unknown data source, or a finish reason that isn't graded.
     """
     check_sources([answer.data_source], rubric)
-    return weighted.total(_task_grade(answer, rubric), answer, rubric.weight, _extras(rubric))
+    return weighted.total(task or _task_grade(answer, rubric), answer, rubric.weight, _extras(rubric))
 
 
 _extras = functools.cache(weighted.extra_rewards)
@@ -146,7 +177,7 @@ def _task_grade(answer: Answer, rubric: Rubric) -> Grade:
         return Grade(0.0, False, "truncated", right_prefix=0 if grader.checks_steps else None)
     if answer.finish_reason != "stop":
         raise ValueError(f"finish_reason {answer.finish_reason!r} is not graded; expected 'stop' or 'length'")
-    if grader.family and rubric.grader != "typed":
+    if rubric.grader != "typed" and (grader.family or grader.compatible):
         return _compatible(answer, grader, rubric)
     if grader.family and rubric.extract != "default":
         return _extracted(answer, grader, rubric.extract)
@@ -165,6 +196,8 @@ def _from_number(value: object, source: str) -> Grade:
 def _compatible(answer: Answer, grader: Grader, rubric: Rubric) -> Grade:
     from deepgrpo.rewards import strict
 
+    if grader.compatible:
+        return resolve(grader.compatible)(answer)
     if rubric.extract.startswith("answer_tag"):
         return strict.grade_tagged(answer, rubric.grader, lenient=rubric.extract == "answer_tag_lenient")
     if grader.family == "number":
@@ -194,8 +227,9 @@ def leaks_answer(data_source: str, text: str) -> bool:
 
     Sources with a grader of the user's own are judged by every mark of a final answer that any grader here knows.
     """
-    grader = GRADERS.get(data_source)
-    return _pattern(grader.leaks if grader else ANY).search(text) is not None
+    grader = GRADERS.get(data_source, Grader("", ANY))
+    leaks = grader.leaks or sys.modules[resolve(grader.path).__module__].LEAK
+    return _pattern(leaks).search(text) is not None
 
 
 @functools.cache

@@ -9,10 +9,10 @@ An answer has two attempts of half the deadline each, the second on a fresh work
     the grader raised                                         -> no verdict, reason "error"; logged with its traceback
 
 A runaway in Python code is stopped by the worker's own CPU limit and is wrong at once. One thread a worker owns its process: it
-hands out one answer, waits at most half a deadline, kills and replaces. Answers whose grader waits for others (a judge, a program
-that it runs) have workers of their own, so that they don't hold up arithmetic, and deadlines of their own. Verdicts are the same
-from any thread, from asyncio (`asyncio.wrap_future(service.submit(answer))`) and from pools, since no grader ever runs in the
-caller.
+hands out one answer, waits at most half a deadline, kills and replaces. Graders that wait for others have workers of their own,
+so that they don't hold up arithmetic, and deadlines of their own; judges and programs are `external.ExternalGrading`'s business,
+to which the service hands their answers on. Verdicts are the same from any thread, from asyncio
+(`asyncio.wrap_future(service.submit(answer))`) and from pools, since no grader ever runs in the caller.
 """
 
 import collections
@@ -31,11 +31,15 @@ import threading
 from collections.abc import Collection
 from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING
 
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.grade import check_sources, grader_of
+from deepgrpo.rewards.grade import check_sources, external_sources, grader_of
 from deepgrpo.rewards.rubric import DEFAULT, Rubric
 from deepgrpo.types import Grade
+
+if TYPE_CHECKING:
+    from deepgrpo.rewards.external import ExternalGrading
 
 WORKER = "deepgrpo.rewards.worker"  # the module that a worker process runs
 MATHEMATICS = ("GSM8K", "MATH")  # what workers get ready for where nobody says what will come
@@ -54,9 +58,12 @@ class GradingService:
       workers: processes, >= 1. deadline: seconds an answer, > 0, for sources that have none of their own.
       sources: data sources that will come, so that workers import what those need before they start; empty: mathematics.
       rubric: how they are graded. waiting_workers: further processes, >= 1, only if a source's grader waits for others.
+      external: grades the sources that a judge or a program marks, within `external_deadline` seconds an answer; the caller opens
+        and closes it (`setup.open_grading`).
 
     Raises:
-      ValueError: impossible arguments or an unknown source. RuntimeError: a worker did not start; holds what it wrote.
+      ValueError: impossible arguments, an unknown source, or an external one without `external`.
+      RuntimeError: a worker did not start; holds what it wrote.
     """
 
     def __init__(
@@ -66,6 +73,8 @@ class GradingService:
         sources: Collection[str] = (),
         rubric: Rubric = DEFAULT,
         waiting_workers: int = 8,
+        external: "ExternalGrading | None" = None,
+        external_deadline: float = 0.0,
     ):
         if workers < 1 or waiting_workers < 1 or not deadline > 0:
             raise ValueError(
@@ -73,14 +82,23 @@ class GradingService:
                 f"got {workers}, {waiting_workers} and {deadline}"
             )
         check_sources(sources, rubric)
-        self._deadline, self._rubric = deadline, rubric
+        outside = external_sources(sources, rubric)
+        if outside and external is None:
+            raise ValueError(
+                f"{', '.join(sorted(outside))}: marked by a judge or by running code, and nothing is set up for that. "
+                "Open the service by deepgrpo.rewards.setup.open_grading"
+            )
+        sources = set(sources) - outside
+        self._deadline, self._rubric, self._external = deadline, rubric, external
         waiting = {source for source in sources if grader_of(source, rubric).waits}
-        self.deadline = max([deadline, *(grader_of(source, rubric).seconds or 0.0 for source in sources)])  # the longest, in s
+        self.deadline = max(
+            [deadline, external_deadline, *(grader_of(source, rubric).seconds or 0.0 for source in sources)]
+        )  # the longest, in s
         self._lock = threading.Lock()
         self._counters: collections.Counter[str] = collections.Counter()
         self._closed = False
         self._closing, self._close_signal = multiprocessing.Pipe(duplex=False)  # readable once the service closes
-        direct = _Lane(tuple(sorted(set(sources) - waiting)) or (() if waiting else MATHEMATICS))
+        direct = _Lane(tuple(sorted(sources - waiting)) or (() if waiting or outside else MATHEMATICS))
         self._lanes = {True: _Lane(tuple(sorted(waiting))) if waiting else direct, False: direct}
         lanes = [direct] * workers + [self._lanes[True]] * (waiting_workers if waiting else 0)
         started = [Future() for _ in lanes]
@@ -105,17 +123,46 @@ class GradingService:
           ValueError: unknown data source. RuntimeError: the service is closed.
         """
         check_sources([answer.data_source], self._rubric)
+        grader = grader_of(answer.data_source, self._rubric)
         future: Future[Grade] = Future()
+        if not grader.external:
+            self._put(self._lanes[grader.waits], (answer, future, None))
+            return future
+        if self._external is None:
+            raise ValueError(f"data_source {answer.data_source!r} is marked outside, and was not announced")
+        task = self._external.submit(answer)
+        if self._rubric.weight == 1.0 and not self._rubric.extra:
+            return task
+        task.add_done_callback(lambda done: self._weigh(answer, done, future))
+        return future
+
+    def _put(self, lane: "_Lane", task: tuple[Answer, Future, Grade | None]) -> None:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the grading service is closed")
-            self._lanes[grader_of(answer.data_source, self._rubric).waits].queue.put((answer, future))
-        return future
+            lane.queue.put(task)
+
+    def _weigh(self, answer: Answer, task: "Future[Grade]", future: "Future[Grade]") -> None:
+        """Has a worker add the further rewards to a grade from outside."""
+        try:
+            self._put(self._lanes[False], (answer, future, task.result()))
+        except BaseException as error:  # of the task (a cancellation among them), or the service is closed
+            future.set_exception(error)
 
     def metrics(self) -> dict[str, float]:
         """Cumulative counters: answers, no verdicts, worker replacements, and one counter a reason."""
         with self._lock:
-            return {f"grading/{name}": float(count) for name, count in sorted(self._counters.items())}
+            counts = {f"grading/{name}": float(count) for name, count in sorted(self._counters.items())}
+        outside = self._external.metrics() if self._external else {}
+        return counts | {name: value + counts.get(name, 0.0) for name, value in outside.items()}
+
+    def state(self) -> dict:
+        """What must outlive the process, JSON-serialisable: what judges were asked and cost."""
+        return self._external.state() if self._external else {}
+
+    def restore(self, state: dict) -> None:
+        if self._external and state:
+            self._external.restore(state)
 
     def close(self) -> None:
         """Cancels what is queued, waits for the answers in work (at most rewards.deadline), ends the workers; idempotent.
@@ -147,25 +194,25 @@ class GradingService:
             started.set_exception(error)
             return
         while (task := lane.queue.get()) is not None:
-            answer, future = task
+            answer, future, known = task
             if self._closed:
                 future.cancel()
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                grade, worker = self._grade(answer, worker)
+                grade, worker = self._grade(answer, known, worker)
                 future.set_result(grade)
             except Exception as error:  # no worker can be started; whoever waits must learn it
                 future.set_exception(error)
         worker.stop()
 
-    def _grade(self, answer: Answer, worker: "_Worker") -> "tuple[Grade, _Worker]":
+    def _grade(self, answer: Answer, known: Grade | None, worker: "_Worker") -> "tuple[Grade, _Worker]":
         own = grader_of(answer.data_source, self._rubric).seconds
         seconds, closing = (own or self._deadline) / 2, self._closing if own else None
         for attempt in range(2):
             if not worker.alive or worker.served >= RECYCLE:
                 worker = self._replaced(worker)
-            outcome = worker.grade(answer, seconds, closing)
+            outcome = worker.grade(answer, known, seconds, closing)
             if isinstance(outcome, Grade) or outcome == "closed":
                 break
             self._count(f"killed/{outcome}" if outcome != "crash" else "worker_deaths")
@@ -193,7 +240,7 @@ class _Lane:
     """A queue and the sources that its workers are ready for. It holds a step's rollouts at most."""
 
     sources: tuple[str, ...]
-    queue: "queue.SimpleQueue[tuple[Answer, Future] | None]" = dataclasses.field(default_factory=queue.SimpleQueue)
+    queue: "queue.SimpleQueue[tuple[Answer, Future, Grade | None] | None]" = dataclasses.field(default_factory=queue.SimpleQueue)
 
 
 class _Worker:
@@ -228,12 +275,13 @@ class _Worker:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def grade(self, answer: Answer, seconds: float, closing: Connection | None) -> Grade | str:
+    def grade(self, answer: Answer, known: Grade | None, seconds: float, closing: Connection | None) -> Grade | str:
         """The grade, or what went wrong: "crash", "stuck" (a full CPU all the time), "starved" or "closed" (by `closing`)."""
         self.served += 1
         before = _cpu_seconds(self.process.pid)
         try:
-            message = {"answer": dataclasses.asdict(answer), "cpu_seconds": CPU_SHARE * seconds}
+            task = None if known is None else dataclasses.asdict(known)
+            message = {"answer": dataclasses.asdict(answer), "task": task, "cpu_seconds": CPU_SHARE * seconds}
             self.connection.send_bytes(json.dumps(message).encode())
         except OSError:
             return "crash"

@@ -47,7 +47,8 @@ def main(descriptor: int, settings: str) -> None:
             message = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        reply = _graded(graders.Answer(**message["answer"]), rubric, message["cpu_seconds"])
+        task = message["task"] and Grade(**message["task"])
+        reply = _graded(graders.Answer(**message["answer"]), rubric, task, message["cpu_seconds"])
         connection.send_bytes(json.dumps(reply).encode())
 
 
@@ -55,12 +56,12 @@ def rubric_from(fields: dict) -> graders.Rubric:
     return graders.Rubric(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
-def _graded(answer: graders.Answer, rubric: graders.Rubric, cpu_seconds: float) -> dict:
+def _graded(answer: graders.Answer, rubric: graders.Rubric, task: Grade | None, cpu_seconds: float) -> dict:
     """The grade as a dict, or {"error": traceback} for a fault of the grader itself."""
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
         try:
-            grade = graders.grade(answer, rubric)
+            grade = graders.grade(answer, rubric, task)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except OutOfTime:

@@ -6,8 +6,9 @@ Standard library only, Linux only. Three processes, from the outside in:
     init       process 1 of the namespace: watches the memory, reaps, reports; when it ends, the kernel ends all that is left
     command    another user where possible, limited, without privileges
 
-Without namespaces (level "seccomp") launcher and init are one process, and a filter of system calls keeps the command in its
-process group, away from other processes and off the network; Landlock keeps it out of other people's files.
+At the level "bubblewrap" that program has done the launcher's work. At "seccomp", without namespaces, launcher and init are one
+process; a filter of system calls keeps the command in its process group, away from other processes and off the network, and
+Landlock keeps it out of other people's files.
 """
 
 import contextlib
@@ -30,30 +31,22 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 163
 MNT_DETACH, AT_FDCWD, AT_RECURSIVE = 2, -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+OWN_SPACE = ("namespaces", "bubblewrap")  # levels at which the command and its descendants are all that this can see
 WATCH_SECONDS = 0.1  # between two looks at the memory
-SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/alternatives",
-    "/etc/fonts",
-    "/etc/localtime",
-)
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 def main(spec: dict) -> int:
     status = spec["status"]
     os.set_inheritable(status, False)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != spec["parent"]:  # it ended before the call
-        return 1
+    if spec["level"] != "bubblewrap":  # which has an option for it, and hides the parent
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != spec["parent"]:  # it ended before the call
+            return 1
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this is process 1, see below
     # The kernel's limit counts a user's tasks: all on the machine, or (since 5.14) those in the command's own user namespace.
-    own_count = spec["level"] == "namespaces" and _kernel() >= (5, 14)
+    own_count = spec["level"] in OWN_SPACE and _kernel() >= (5, 14)
     spec["others"] = 0 if os.geteuid() == 0 or own_count else _tasks_of(os.geteuid())
     try:
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -117,8 +110,8 @@ def _file_system(spec: dict) -> None:
     for path in ("/tmp", "/dev/shm"):
         os.makedirs(root + path)
         _mount("tmpfs", root + path, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},mode=1777")
-    for path in (*SYSTEM, *spec["readonly"]):
-        if os.path.islink(path) and path in SYSTEM:
+    for path in (*spec["system"], *spec["readonly"]):
+        if os.path.islink(path) and path in spec["system"]:
             os.symlink(os.readlink(path), root + path)
         elif os.path.exists(path):
             _bind(path, root + path)
@@ -211,7 +204,7 @@ def _supervise(spec: dict) -> int:
             break
         if ended == 0:
             time.sleep(WATCH_SECONDS if over else 0.01 if _cpu() < 1 else WATCH_SECONDS)
-            if not over and spec["level"] == "namespaces" and _memory() > spec["limits"]["memory"]:
+            if not over and spec["level"] in OWN_SPACE and _memory() > spec["limits"]["memory"]:
                 over = True
                 os.kill(-1, signal.SIGKILL)  # everything in this PID namespace
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -272,7 +265,7 @@ def _become_command(spec: dict) -> None:
 
 
 # System calls by number on (x86_64, aarch64); -1: absent there.
-BOTH_LEVELS = {
+ALL_LEVELS = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -315,7 +308,7 @@ RETURN_ALLOW, RETURN_KILL, RETURN_EPERM, RETURN_ENOSYS = 0x7FFF0000, 0x80000000,
 def _filter_calls(level: str) -> None:
     """Installs a seccomp filter: the calls above fail with "not permitted", in the command and all its descendants."""
     column, audit = ARCHITECTURES[platform.machine()]
-    calls = BOTH_LEVELS if level == "namespaces" else BOTH_LEVELS | WITHOUT_NAMESPACES
+    calls = ALL_LEVELS if level in OWN_SPACE else ALL_LEVELS | WITHOUT_NAMESPACES
     load, equal, at_least, ret = 0x20, 0x15, 0x35, 0x06
     program = [(load, 0, 0, 4), (equal, 1, 0, audit), (ret, 0, 0, RETURN_KILL), (load, 0, 0, 0)]
     program += [(at_least, 0, 1, 0x40000000), (ret, 0, 0, RETURN_EPERM)]  # x86's second numbering of the same calls
@@ -344,7 +337,11 @@ def _landlock(spec: dict) -> None:
     attribute = struct.pack("Q", everything)
     ruleset = _syscall(444, attribute, len(attribute), 0)
     devices = [(f"/dev/{device}", LANDLOCK_FILE) for device in DEVICES]
-    for path, rights in [*((p, LANDLOCK_READ) for p in (*SYSTEM, *spec["readonly"])), *devices, (spec["workspace"], everything)]:
+    for path, rights in [
+        *((p, LANDLOCK_READ) for p in (*spec["system"], *spec["readonly"])),
+        *devices,
+        (spec["workspace"], everything),
+    ]:
         if not os.path.exists(path):
             continue
         if os.path.isfile(path):

@@ -6,14 +6,15 @@ workspace, and the strongest walls that this machine can build. Which walls thos
     namespaces  user, mount, PID, network, IPC and UTS namespaces of Linux >= 5.12: the code sees a read-only system, its
                 interpreter, a private /tmp and its workspace; no other process, no file of yours, no network. All of its
                 processes end with it.
+    bubblewrap  the same, built by the program bwrap, where that may do what an ordinary user may not (setuid, or a profile).
     seccomp     where namespaces are forbidden (most containers): a filter of system calls (no sockets, no signals to others, no
                 way out of the process group) and Landlock (no file but the system's, the interpreter's and the workspace's).
     none        limits and a clean environment, nothing else. Only if the caller allows it; otherwise `SandboxUnavailable`.
 
 What this does not protect against: a fault in the kernel, which all levels share with the code; side channels and a busy machine
 (CPU and memory are capped; memory bandwidth, disk traffic and caches are not); a workspace passed in by the caller, which the
-code may fill with as many files as it likes, links included: open nothing in it with more rights than the code had. Below
-`namespaces`, memory is limited for each process only, a private workspace's disk use for each file only, names of processes may
+code may fill with as many files as it likes, links included: open nothing in it with more rights than the code had. At
+`seccomp`, memory is limited for each process only, a private workspace's disk use for each file only, names of processes may
 show, and as root the interpreter must be readable to other users. At `none` the code can do whatever the trainer's user can.
 """
 
@@ -24,6 +25,7 @@ import json
 import os
 import pathlib
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,7 +36,19 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-LEVELS = ("namespaces", "seccomp")  # strongest first
+LEVELS = ("namespaces", "bubblewrap", "seccomp")  # in the order in which they are tried
+SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/fonts",
+    "/etc/localtime",
+)
 LAUNCHER = pathlib.Path(__file__).with_name("jail.py")
 KEPT_VARIABLES = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 QUIET = {  # numerical libraries start a thread a core otherwise, and run into the limit of processes
@@ -47,6 +61,7 @@ QUIET = {  # numerical libraries start a thread a core otherwise, and run into t
 }
 FLOOD = 64 * 2**20  # bytes of output after which the command is ended
 START_SECONDS = 60.0  # for the walls, on a busy host; the command's own time starts after them
+GONE_SECONDS = 5.0  # for killed processes to be gone; the kernel takes milliseconds
 ARGUMENT_BYTES = 2**17 - 1  # Linux's limit of one argument
 ERROR = "[Error]:"  # how the output of failed code starts; the share of blocks without it is part of some rewards
 
@@ -108,7 +123,8 @@ def run(
     """Runs Python code (a string) or a command (a sequence) and returns when nothing of it is left.
 
     Args:
-      workspace: its working directory, made if absent; None: a private one, gone afterwards.
+      workspace: its working directory, made if absent (as root it is given to the user that the command runs as); None: a
+        private one, gone afterwards.
       limits: of this command; `changes` are fields of it, by name (`seconds=5`).
       files: relative path -> content, put into the workspace first.
       readonly: absolute paths that the command may read, besides the system and this interpreter.
@@ -241,8 +257,8 @@ def _specification(
         place.mkdir(parents=True, exist_ok=True)
         user = zlib.crc32(os.fsencode(place))  # the same at every call, so that it owns the files of earlier calls
     else:
-        place = pathlib.Path("/workspace") if level == "namespaces" else scratch / "workspace"
-        if level != "namespaces":
+        place = scratch / "workspace" if level in ("seccomp", "none") else pathlib.Path("/workspace")
+        if level in ("seccomp", "none"):
             place.mkdir()
         user = zlib.crc32(os.fsencode(scratch))
     return {
@@ -252,6 +268,7 @@ def _specification(
         "private": workspace is None,
         "root": str(scratch / "root"),
         "files": str(scratch / "files"),
+        "system": SYSTEM,
         "readonly": [*_interpreter(), *readonly],
         "uid": 20000 + user % 40000,  # as root: belongs to nobody on most machines
         "parent": os.getpid(),
@@ -264,6 +281,33 @@ def _specification(
             "open_files": limits.open_files,
         },
     }
+
+
+def _bubblewrap(spec: dict, scratch: pathlib.Path) -> list[str]:
+    """What stands before the launcher's command at the level bubblewrap; nothing at the others."""
+    if spec["level"] != "bubblewrap":
+        return []
+    program = shutil.which("bwrap")
+    if program is None or os.geteuid() == 0:
+        raise SandboxError("bwrap is not installed" if program is None else "bwrap does for an ordinary user only")
+    size = ["--size", str(spec["limits"]["disk"])]
+    options = [
+        program,
+        "--unshare-all",
+        "--die-with-parent",
+        "--as-pid-1",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        *size,
+        "--tmpfs",
+        "/tmp",
+    ]
+    for path in (*SYSTEM, *spec["readonly"], str(LAUNCHER), str(scratch / "spec.json"), spec["files"]):
+        options += ["--ro-bind-try", path, path]
+    place = spec["workspace"]
+    return options + ([*size, "--tmpfs", place] if spec["private"] else ["--bind", place, place]) + ["--"]
 
 
 def _interpreter() -> list[str]:
@@ -296,7 +340,7 @@ def _environment(spec: Mapping) -> dict[str, str]:
     home = spec["workspace"]
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     path = os.pathsep.join([os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"])
-    temporary = "/tmp" if spec["level"] == "namespaces" else home
+    temporary = home if spec["level"] in ("seccomp", "none") else "/tmp"
     return {"PATH": path, "HOME": home, "TMPDIR": temporary, "MPLCONFIGDIR": temporary, "LANG": "C.UTF-8", **kept, **QUIET}
 
 
@@ -306,7 +350,7 @@ def _run(spec: dict, scratch: pathlib.Path, limits: Limits, pass_fds: Sequence[i
         try:
             (scratch / "spec.json").write_text(json.dumps(spec | {"status": theirs}))
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", str(LAUNCHER), str(scratch / "spec.json")],
+                [*_bubblewrap(spec, scratch), sys.executable, "-I", "-S", "-B", str(LAUNCHER), str(scratch / "spec.json")],
                 env=_environment(spec),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -320,12 +364,21 @@ def _run(spec: dict, scratch: pathlib.Path, limits: Limits, pass_fds: Sequence[i
         watch = _Watch(process, reports, limits)
         try:
             stopped = watch.until_ended()
+            if stopped is None:
+                _left(process, GONE_SECONDS)  # a launcher goes when all of its namespace is gone
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also when the launcher is gone: members of its group may be left
             process.wait()
     watch.drain()
     return watch.result(stopped)
+
+
+def _left(process: subprocess.Popen, seconds: float) -> None:
+    """Waits for a process to end, without reaping it: until then nobody else can get its number, which is its group's too."""
+    ends = time.monotonic() + seconds
+    while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) and time.monotonic() < ends:
+        time.sleep(0.002)
 
 
 class _Watch:
@@ -366,9 +419,11 @@ class _Watch:
                     return "timeout"
 
     def drain(self) -> None:
-        """Takes what the ended command left in the pipe."""
-        with self._process.stdout:
-            while self._read():
+        """Takes what the ended command left in the pipe, whose end comes when the last of its processes is gone."""
+        ends = time.monotonic() + GONE_SECONDS
+        with self._process.stdout, selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while selector.select(max(0.0, ends - time.monotonic())) and self._read() != b"":
                 pass
 
     def result(self, stopped: str | None) -> Result:

@@ -176,7 +176,8 @@ def test_both_levels_hold_for_an_ordinary_user(tmp_path):
     for folder in (package, *package.parents):
         if folder.is_relative_to("/tmp/pytest-of-" + os.environ.get("USER", "root")):
             folder.chmod(0o755)
-    code = f"import sys; sys.path.insert(0, {str(package)!r}); import sandbox\nfor level in sandbox.LEVELS: sandbox._prove(level)"
+    code = f"import sys; sys.path.insert(0, {str(package)!r}); import sandbox\n"
+    code += "for level in ('namespaces', 'seccomp'): sandbox._prove(level)"
     command = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups", "/usr/bin/python3", "-B", "-c", code]
     tried = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
     if "PermissionError" in tried.stderr and str(package) in tried.stderr:

@@ -34,7 +34,7 @@ import threading  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from deepgrpo.curriculum import forest, none  # noqa: E402
+from deepgrpo.curriculum import chain, flat, forest, none  # noqa: E402
 from deepgrpo.data import dataset as dataset_lib  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
 from deepgrpo.learner import distributed, sharding  # noqa: E402
@@ -62,7 +62,7 @@ from deepgrpo.weights.setup import open_engine, storing  # noqa: E402
 log = logging.getLogger("deepgrpo.train")  # by its name: __name__ is __main__ here
 
 LOOPS = {"reasoning": reasoning.run}
-CURRICULA = {"none": none.create, "forest": forest.create}
+CURRICULA = {"none": none.create, "forest": forest.create, "chain": chain.create, "flat": flat.create}
 GRADING_PATIENCE = 20  # deadlines of one answer that a whole batch may still wait for verdicts after its last rollout
 
 

@@ -1,7 +1,6 @@
 """Values and combinations of values that cannot work, found before anything is loaded."""
 
 import difflib
-import math
 import pathlib
 import re
 from collections.abc import Mapping
@@ -9,9 +8,8 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from deepgrpo.config import objective_rules
+from deepgrpo.config import curriculum_rules, objective_rules
 
-STEP_CHECKED = ("carry_chain", "arithmetic")  # data sets whose grader reports how much of a wrong answer was right
 GENERATED = ("carry_chain", "arithmetic")  # data sets that come from a generator, not from a file
 ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
 
@@ -28,13 +26,11 @@ CHOICES = {
     "rewards.grader": ("typed", "compat_fast", "compat_full"),
     "rewards.extract": ("default", "answer_tag", "answer_tag_lenient", "mark"),
     "loop": ("reasoning",),
-    "curriculum.pool": ("none", "forest"),
-    "curriculum.injection_mode": ("add", "replace"),
-    "curriculum.failures": ("all", "longest_prefix"),
     "teacher.enable_thinking": ("true", "false", "unset"),
     "judge.enable_thinking": ("true", "false", "unset"),
     "teacher.oracle": ("carry_chain", "arithmetic", "solutions"),
     "teacher.splice": ("text", "tokens"),
+    **curriculum_rules.CHOICES,
     **objective_rules.CHOICES,
     "optim.schedule": ("constant", "cosine"),
     "optim.mini_batch_by": ("groups", "rows"),
@@ -97,12 +93,6 @@ RANGES = {  # key: interval of its value or of each element
     "judge.breaker_seconds": "(0, inf)",
     "sandbox.max_concurrent": "[1, inf)",
     "sandbox.seconds": "(0, inf)",
-    "curriculum.injection_ratio": "(0, 1]",
-    "curriculum.rollout_n": "[0, inf)",
-    "curriculum.min_remaining_tokens": "[1, inf)",
-    "curriculum.max_events_per_parent": "[0, inf)",
-    "curriculum.max_events": "[0, inf)",
-    "curriculum.max_nodes_per_tree": "[0, inf)",
     "teacher.temperatures": "[0, inf)",
     "teacher.attempts_per_temperature": "[1, inf)",
     "teacher.timeout": "(0, inf)",
@@ -119,6 +109,7 @@ RANGES = {  # key: interval of its value or of each element
     "teacher.completion_price": "[0, inf)",
     "teacher.breaker_failures": "[1, inf)",
     "teacher.breaker_seconds": "(0, inf)",
+    **curriculum_rules.RANGES,
     **objective_rules.RANGES,
     "optim.lr": "(0, inf)",
     "optim.warmup_steps": "[0, inf)",
@@ -192,7 +183,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
         + evaluation_rules(config)
         + (judge_rules(config) if config.judge.base_url else [])
         + (vllm_rules(config) if config.rollout.engine == "vllm" else [])
-        + (curriculum_rules(config) if injects else [])
+        + (curriculum_rules.rules(config) if injects else [])
         + (teacher_rules(config) if injects and config.teacher.enabled else [])
     )
 
@@ -401,37 +392,6 @@ def vllm_rules(config: config_dict.ConfigDict) -> list[Rule]:
 
 def are_sets(names: tuple[str, ...]) -> bool:
     return all(reader in READERS and path for reader, _, path in (name.partition(":") for name in names))
-
-
-def curriculum_rules(config: config_dict.ConfigDict) -> list[Rule]:
-    curriculum, data = config.curriculum, config.data
-    return [
-        (
-            ("curriculum.injection_ratio", "data.batch_size"),
-            math.floor(curriculum.injection_ratio * data.batch_size + 1e-9) >= 1,
-            "ratio * batch size is below 1: no state would ever be injected; raise either, or set curriculum.pool=none",
-        ),
-        (
-            ("curriculum.injection_mode", "curriculum.injection_ratio"),
-            curriculum.injection_mode == "add" or curriculum.injection_ratio < 1,
-            "every dataset prompt would be replaced and no new failure found; lower the ratio or use injection_mode=add",
-        ),
-        (
-            ("curriculum.rollout_n",),
-            curriculum.rollout_n != 1,
-            "a group of one has no advantage; expected 0 (rollout.n) or at least 2",
-        ),
-        (
-            ("data.max_prompt_length", "rollout.max_model_len", "curriculum.min_remaining_tokens"),
-            data.max_prompt_length < config.rollout.max_model_len - curriculum.min_remaining_tokens,
-            "the longest prompt leaves no room for a prefix and curriculum.min_remaining_tokens; raise rollout.max_model_len",
-        ),
-        (
-            ("curriculum.failures", "data.train"),
-            curriculum.failures == "all" or all(name.partition(":")[0] in STEP_CHECKED for name in data.train),
-            f"longest_prefix needs a grader that checks steps ({', '.join(STEP_CHECKED)}); use curriculum.failures=all",
-        ),
-    ]
 
 
 def teacher_rules(config: config_dict.ConfigDict) -> list[Rule]:

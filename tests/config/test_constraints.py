@@ -3,7 +3,7 @@
 import pytest
 
 from deepgrpo import config as config_lib
-from deepgrpo.config import command_line, constraints
+from deepgrpo.config import command_line, constraints, curriculum_rules
 
 POSSIBLE = (
     *("--config.name=run", "--config.model.path=models/m"),
@@ -56,6 +56,7 @@ def message(*overrides) -> str:
         ([*SEPARATE, "--config.objective.teacher_loss=sft"], ["curriculum.teacher_rows = True", "teacher_rows=False"]),
         (["--config.objective.whiten=true"], ["objective.whiten = True", "teacher_rows=False"]),
         (["--config.objective.teacher_loss=luffy", "--config.curriculum.pool=none"], ["there are no teacher tokens"]),
+        (["--config.objective.teacher_loss=luffy", "--config.curriculum.pool=chain"], ["pool = 'chain'", "teacher_loss=null"]),
         ([*SEPARATE, "--config.objective.auto_teacher_coef=true"], ["auto_teacher_coef = True", "no teacher loss to weigh"]),
         (["--config.optim.teacher.lr=0"], ["optim.teacher.lr = 0.0", "-1"]),
         (["--config.objective.aggregation=dr_grpo"], ["objective.length_constant = 0"]),
@@ -108,7 +109,7 @@ def test_names_are_those_of_the_code():
     rules = pytest.importorskip("deepgrpo.teacher.rules")
     readers = pytest.importorskip("deepgrpo.data.readers")
     templates = pytest.importorskip("deepgrpo.data.templates")
-    assert set(constraints.STEP_CHECKED) == grade.STEP_CHECKING
+    assert set(curriculum_rules.STEP_CHECKED) == grade.STEP_CHECKING
     assert set(constraints.CHOICES["teacher.oracle"]) == set(rules.RULES)
     assert set(constraints.CHOICES["data.template"]) == templates.TEMPLATES.keys()
     assert set(constraints.READERS) == readers.READERS.keys()

@@ -1,0 +1,72 @@
+"""Values and combinations of the section `curriculum` that cannot work."""
+
+import math
+
+from ml_collections import config_dict
+
+STEP_CHECKED = ("carry_chain", "arithmetic")  # data sets whose grader reports how much of a wrong answer was right
+WITHOUT_CONTINUATIONS = ("chain", "flat")  # pools whose states have no teacher suffix
+
+CHOICES = {
+    "curriculum.pool": ("none", "forest", "chain", "flat"),
+    "curriculum.injection_mode": ("add", "replace"),
+    "curriculum.failures": ("all", "longest_prefix"),
+    "curriculum.flat_cap_by": ("state", "prompt"),
+}
+
+RANGES = {
+    "curriculum.injection_ratio": "(0, 1]",
+    "curriculum.rollout_n": "[0, inf)",
+    "curriculum.min_remaining_tokens": "[1, inf)",
+    "curriculum.max_events_per_parent": "[0, inf)",
+    "curriculum.max_events": "[0, inf)",
+    "curriculum.max_nodes_per_tree": "[0, inf)",
+    "curriculum.max_per_prompt": "[1, inf)",
+    "curriculum.w_floor_hard": "[0, inf)",
+    "curriculum.w_floor_mastered": "[0, inf)",
+    "curriculum.flat_max_size": "[0, inf)",
+    "curriculum.chain_retries": "[0, inf)",
+    "curriculum.chain_restart_after": "[0, inf)",
+    "curriculum.failed_pool_max_size": "[1, inf)",
+    "curriculum.failed_pool_max_age": "[0, inf)",
+    "curriculum.annotated_pool_max_size": "[1, inf)",
+}
+
+Rule = tuple[tuple[str, ...], bool, str]
+
+
+def rules(config: config_dict.ConfigDict) -> list[Rule]:
+    curriculum, data = config.curriculum, config.data
+    return [
+        (
+            ("curriculum.injection_ratio", "data.batch_size"),
+            math.floor(curriculum.injection_ratio * data.batch_size + 1e-9) >= 1,
+            "ratio * batch size is below 1: no state would ever be injected; raise either, or set curriculum.pool=none",
+        ),
+        (
+            ("curriculum.injection_mode", "curriculum.injection_ratio"),
+            curriculum.injection_mode == "add" or curriculum.injection_ratio < 1,
+            "every dataset prompt would be replaced and no new failure found; lower the ratio or use injection_mode=add",
+        ),
+        (
+            ("curriculum.rollout_n",),
+            curriculum.rollout_n != 1,
+            "a group of one has no advantage; expected 0 (rollout.n) or at least 2",
+        ),
+        (
+            ("data.max_prompt_length", "rollout.max_model_len", "curriculum.min_remaining_tokens"),
+            data.max_prompt_length < config.rollout.max_model_len - curriculum.min_remaining_tokens,
+            "the longest prompt leaves no room for a prefix and curriculum.min_remaining_tokens; raise rollout.max_model_len",
+        ),
+        (
+            ("curriculum.failures", "data.train"),
+            curriculum.failures == "all" or all(name.partition(":")[0] in STEP_CHECKED for name in data.train),
+            f"longest_prefix needs a grader that checks steps ({', '.join(STEP_CHECKED)}); use curriculum.failures=all",
+        ),
+        (
+            ("curriculum.pool", "objective.teacher_loss"),
+            curriculum.pool not in WITHOUT_CONTINUATIONS or config.objective.teacher_loss == "null",
+            "states of this pool come without the teacher's continuation: there are no teacher tokens; set "
+            "objective.teacher_loss=null, or curriculum.pool=forest",
+        ),
+    ]

@@ -141,18 +141,14 @@ def get_config() -> ml_collections.ConfigDict:
     config.curriculum.max_events_per_parent = 0  # forest, flat: newest waiting failures kept a state; 0: no bound (the reference)
     config.curriculum.max_events = 0  # forest, flat: waiting failures kept in all, oldest dropped first; 0: no bound
     config.curriculum.max_nodes_per_tree = 0  # forest: root included; further children are refused; 0: no bound
-    config.curriculum.drop_retired_events = (
-        False  # forest: drop a retired state's waiting failures; False: they stay (the reference)
-    )
+    config.curriculum.drop_retired_events = False  # forest: drop a retired state's waiting failures; False: as the reference
     config.curriculum.max_per_prompt = 3  # flat: states of one key that a draw considers, the heaviest
     config.curriculum.flat_cap_by = "state"  # flat: that key: state (equal states only, the reference) | prompt (the problem's)
     config.curriculum.w_floor_hard = 0.2  # flat: weight of a state whose last group failed as a whole
     config.curriculum.w_floor_mastered = 0.01  # flat: and of one whose last group succeeded as a whole
     config.curriculum.flat_max_size = 0  # flat: newest states kept; 0: no bound (the reference)
     config.curriculum.chain_retries = 0  # chain: second chances when the teacher can use no failure; 0: abandoned (the reference)
-    config.curriculum.chain_restart_after = (
-        0  # chain: steps until an ended chain's prompt may start anew; 0: never (the reference)
-    )
+    config.curriculum.chain_restart_after = 0  # chain: steps until an ended chain's prompt may start anew; 0: never
     config.curriculum.failed_pool_max_size = 10000  # newest failures that wait for the teacher, where it gets them at random
     config.curriculum.failed_pool_max_age = 5  # steps after which such a failure is dropped
     config.curriculum.annotated_pool_max_size = 10000  # newest corrected failures kept, where they are taken once

@@ -99,7 +99,7 @@ class ExternalGrading:
         else:
             grade = await self._judged(answer)
         with self._lock:
-            self._counts.update(["answers", f"reason/{grade.reason}", *(["no_verdict"] if grade.reward is None else [])])
+            self._counts.update(["answers", f"reason_{grade.reason}", *(["no_verdict"] if grade.reward is None else [])])
         return grade
 
     async def _judged(self, answer: Answer) -> Grade:
@@ -118,9 +118,9 @@ class ExternalGrading:
             return _failed(answer)
 
     def metrics(self) -> dict[str, float]:
-        """Cumulative, as of the grading service (`grading/...`), and the judge's (`judge/...`)."""
+        """Cumulative, answers, no verdicts and reasons (`external/...`), and the judge's (`judge/...`)."""
         with self._lock:
-            counts = {f"grading/{name}": float(count) for name, count in sorted(self._counts.items())}
+            counts = {f"external/{name}": float(count) for name, count in sorted(self._counts.items())}
         return counts | (self._judge.metrics() if self._judge else {})
 
     def state(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def test_fault_programme():
     for fault, name in (("429", "rate_limit"), ("500", "server"), ("junk", "junk")):
         assert 0 < metrics[f"judge/http_{name}"] <= seen.count(fault)
     assert metrics["judge/http_timeout"] >= seen.count("half_open") > 0
-    assert metrics["grading/answers"] == 40 and metrics["judge/no_verdict"] == 0 and "grading/no_verdict" not in metrics
+    assert metrics["external/answers"] == 40 and metrics["judge/no_verdict"] == 0 and "external/no_verdict" not in metrics
     assert _settles(lambda: threading.active_count() <= threads)
 
 
@@ -111,7 +111,7 @@ def test_a_failing_judge_is_no_verdict(fault, settings, reason):
         with external.ExternalGrading(["datatask"], judge=judge_at(server, **settings)) as grading:
             grade = grading.submit(answer("datatask", "<Analyze></Analyze><Answer>42</Answer>")).result(30)
             assert (grade.reward, grade.reason) == (None, reason)
-            assert grading.metrics()["judge/no_verdict"] == grading.metrics()["grading/no_verdict"] == 1
+            assert grading.metrics()["judge/no_verdict"] == grading.metrics()["external/no_verdict"] == 1
     assert server.temperatures[0] == 0.0 and (fault != "unparsed" or server.temperatures == [0.0, 0.3])
 
 

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from tests.conftest import golden_files
-from tests.curriculum.pools_replay import AnnotatedReplay, ChainReplay, FailedReplay, FlatReplay
+from tests.curriculum.chain_replay import ChainReplay
+from tests.curriculum.flat_replay import FlatReplay
+from tests.curriculum.queue_replay import AnnotatedReplay, FailedReplay
 
 REPLAYS = {"chain": ChainReplay, "flat": FlatReplay, "failed": FailedReplay, "annotated": AnnotatedReplay}
 

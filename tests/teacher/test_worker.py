@@ -5,61 +5,9 @@ import threading
 
 import pytest
 
-from deepgrpo.curriculum.forest import ForestCurriculum
-from deepgrpo.curriculum.forest_pool import Forest
 from deepgrpo.teacher.annotate import Outcome
 from deepgrpo.teacher.worker import TeacherWorker
-from deepgrpo.types import Problem, as_ids
 from tests.teacher.fakes import DOWN, Queue, Script, corrected, failures, until, worker_on
-from tests.teacher.scenarios import teacher_cases
-
-
-def deltas(read, previous):
-    """What a trainer makes of two reads: totals of this one, growth since the last."""
-    totals = {
-        k: read[k] for k in ("teacher_worker/total_attempted", "teacher_worker/total_succeeded", "teacher_worker/success_rate")
-    }
-    growth = {
-        name: read[f"teacher_worker/total_{name}"] - previous[f"teacher_worker/total_{name}"]
-        for name in ("attempted", "succeeded")
-    }
-    return totals | {f"teacher_worker/step_{name}": value for name, value in growth.items()}
-
-
-@pytest.mark.parametrize("args, result", teacher_cases("worker_modes"))
-def test_golden_worker_modes(args, result):
-    if args["mode"] != "forest":
-        pytest.skip(f"the pools of mode {args['mode']} do not exist yet")
-    forest, labels, problems = Forest(), {}, {}
-    for root in args["roots"]:
-        problem = Problem(0, "trace", as_ids(root["prompt"]), "", "")
-        problems[tuple(root["prompt"])] = problem
-        for failed in root["failed"]:
-            labels[len(labels)] = failed["event"]
-        forest.observe_root(problem, 0, 4, args["observe_step"], [as_ids(f["response_ids"]) for f in root["failed"]])
-
-    def say(failed):
-        scripted = args["annotator"][labels[failed.event]]
-        if scripted == "raise":
-            raise RuntimeError("scripted")
-        return Outcome("reward_too_low") if scripted is None else corrected(failed, scripted["match"], scripted["suffix"])
-
-    script = Script(say)
-    worker = TeacherWorker(ForestCurriculum(forest, threshold=0.0), script, max_concurrent=args["concurrency"])
-    worker.step = args["worker_step"]
-    nothing = worker.metrics()
-    worker.start()
-    until(lambda: not forest.pending() and not worker.metrics()["teacher_worker/in_flight"], "the worker to finish")
-    assert worker.stop(10.0)
-    assert [labels[event] for event in script.calls] == result["call_order"]
-    first, second = worker.metrics(), worker.metrics()
-    assert deltas(first, nothing) == pytest.approx(result["worker_stats_first_read"])
-    assert deltas(second, first) == pytest.approx(result["worker_stats_second_read"])
-    assert {name: forest.metrics()[name] for name in result["pool"]} == result["pool"]
-    for child in result["children"]:
-        prompt = next(p for p in problems if forest.find(p, child["node"]) is not None)
-        node = forest.debug_context(forest.find(prompt, child["node"]))["lineage"][-1]
-        assert node["created_step"] == child["created_step"]
 
 
 def test_concurrency_is_bounded_and_notify_wakes():

@@ -1,0 +1,160 @@
+"""The worker on every pool that sends it failures: recorded order of calls, counters, and what the pools hold afterwards."""
+
+import re
+
+import numpy as np
+import pytest
+
+from deepgrpo.curriculum.annotated_pool import AnnotatedEntry, AnnotatedPool
+from deepgrpo.curriculum.base import Curriculum
+from deepgrpo.curriculum.chain import ChainCurriculum
+from deepgrpo.curriculum.chain_pool import ChainPool
+from deepgrpo.curriculum.failed_pool import FailedPool, FailedRollout
+from deepgrpo.curriculum.flat import FlatCurriculum
+from deepgrpo.curriculum.flat_pool import FlatPool
+from deepgrpo.curriculum.forest import ForestCurriculum
+from deepgrpo.curriculum.forest_pool import Forest
+from deepgrpo.teacher.annotate import Outcome
+from deepgrpo.teacher.worker import TeacherWorker
+from deepgrpo.types import Problem, as_ids
+from tests.curriculum.replay import assert_close
+from tests.teacher.fakes import Script, corrected, until
+from tests.teacher.scenarios import teacher_cases
+
+
+def problem(prompt):
+    return Problem(0, "trace", as_ids(prompt), "", "")
+
+
+class ForestMode:
+    """labels: of the failures, in the order in which they are numbered. found: what the pools hold, in the trace's words."""
+
+    def __init__(self, args):
+        self.pool, self.labels = Forest(), []
+        for root in args["roots"]:
+            responses = [as_ids(failed["response_ids"]) for failed in root["failed"]]
+            self.labels += [failed["event"] for failed in root["failed"]]
+            self.pool.observe_root(problem(root["prompt"]), 0, 4, args["observe_step"], responses)
+        self.curriculum = ForestCurriculum(self.pool, threshold=0.0)
+
+    def found(self, result):
+        metrics = self.pool.metrics()
+        nodes = [node for tree in self.pool.describe() for node in tree["nodes"] if node["origin"] is not None]
+        children = [{"node": node["ids"].tolist(), "created_step": node["created_step"]} for node in nodes]
+        order = [child["node"] for child in result["children"]]
+        return {
+            "pool": {name: metrics[name] for name in result["pool"]},
+            "children": sorted(children, key=lambda child: order.index(child["node"])),
+        }
+
+
+class ChainMode:
+    def __init__(self, args):
+        self.pool, self.labels = ChainPool(), []
+        for root in args["roots"]:
+            self.labels += [failed["rollout"] for failed in root["failed"]]
+            responses = [as_ids(range(failed["response_len"])) for failed in root["failed"]]
+            self.pool.main_failure(problem(root["prompt"]), responses, 3)
+        self.curriculum = ChainCurriculum(self.pool, seed=0, threshold=0.0)
+
+    def found(self, result):
+        chains = [
+            {"prompt": c.problem.prompt_ids.tolist(), "state": c.state, "active": c.nodes[-1].ids.tolist()}
+            for c in self.pool.chains()
+        ]
+        return {"chains": chains}
+
+
+def feed(pool, text):
+    """Fills a pool as "step1: a([1]) b([2]); ...; responses [5,6]" says; returns the labels."""
+    labels, response = [], as_ids([int(i) for i in re.search(r"responses \[([\d,]+)\]", text)[1].split(",")])
+    for step, entries in re.findall(r"step(\d+): ([^;]+)", text):
+        for label, prompt in re.findall(r"(\w+)\(\[([\d,]+)\]\)", entries):
+            labels.append(label)
+            prompt_ids = [int(i) for i in prompt.split(",")]
+            pool.add([FailedRollout(problem(prompt_ids), label, as_ids(prompt_ids), response)], int(step))
+    return labels
+
+
+class FlatMode:
+    def __init__(self, args):
+        failed, self.pool = FailedPool(priority=args["failed_pool"] == "priority"), FlatPool()
+        self.labels = feed(failed, args["feed"])
+        self.curriculum = FlatCurriculum(self.pool, failed, seed=0, threshold=0.0)
+
+    def found(self, result):
+        entries = self.pool.entries()
+        return {"entries": [{"state_ids": e.state_ids.tolist(), "initial_p_hat": e.initial_p_hat} for e in entries]}
+
+
+class BranchPoints(Curriculum):
+    """Failed pool to annotated pool, and nothing else."""
+
+    def __init__(self, failed, pool):
+        self.failed, self.pool = failed, pool
+
+    def dispatch(self, max_items, step):
+        return self.failed.dispatch(max_items, np.random.default_rng(step))
+
+    def resolve(self, failure, correction, step):
+        failed = self.failed.settle(failure.event)
+        if correction is not None:
+            c = correction
+            ids = failed.state_ids, c.prefix_ids, c.suffix_ids
+            self.pool.add([AnnotatedEntry(failed.problem, failed.group_id, *ids, c.reward, c.failed_suffix_ids, step)])
+        return "settled"
+
+    def pending(self):
+        return len(self.failed)
+
+
+class BranchPointsMode:
+    def __init__(self, args):
+        failed, self.pool = FailedPool(priority=args["failed_pool"] == "priority"), AnnotatedPool()
+        self.labels = feed(failed, args["feed"])
+        self.curriculum = BranchPoints(failed, self.pool)
+
+    def found(self, result):
+        names = {"prompt_ids": "state_ids", "prefix_ids": "prefix_ids", "suffix_ids": "suffix_ids"}
+        return {"entries": [{k: getattr(e, name).tolist() for k, name in names.items()} for e in self.pool.contents()]}
+
+
+MODES = {"forest": ForestMode, "chain": ChainMode, "flat": FlatMode, "branch_points": BranchPointsMode}
+
+
+def deltas(read, previous):
+    """What a trainer makes of two reads: totals of this one, growth since the last."""
+    totals = {
+        k: read[k] for k in ("teacher_worker/total_attempted", "teacher_worker/total_succeeded", "teacher_worker/success_rate")
+    }
+    growth = {
+        name: read[f"teacher_worker/total_{name}"] - previous[f"teacher_worker/total_{name}"]
+        for name in ("attempted", "succeeded")
+    }
+    return totals | {f"teacher_worker/step_{name}": value for name, value in growth.items()}
+
+
+@pytest.mark.parametrize("args, result", teacher_cases("worker_modes"))
+def test_golden_worker_modes(args, result):
+    mode = MODES[args["mode"]](args)
+
+    def say(failed):
+        scripted = args["annotator"][mode.labels[failed.event]]
+        if scripted == "raise":
+            raise RuntimeError("scripted")
+        return Outcome("reward_too_low") if scripted is None else corrected(failed, scripted["match"], scripted["suffix"])
+
+    script = Script(say)
+    worker = TeacherWorker(mode.curriculum, script, max_concurrent=args["concurrency"])
+    worker.step = args["worker_step"] if "worker_step" in args else 7
+    nothing = worker.metrics()
+    worker.start()
+    until(lambda: len(script.calls) >= len(result["call_order"]) and not mode.curriculum.pending(), "the worker to be asked")
+    assert worker.stop(10.0)
+    assert [mode.labels[event] for event in script.calls] == result["call_order"]
+    first, second = worker.metrics(), worker.metrics()
+    assert deltas(first, nothing) == pytest.approx(result["worker_stats_first_read"])
+    assert deltas(second, first) == pytest.approx(result["worker_stats_second_read"])
+    found = mode.found(result)
+    assert len(found) + 3 == len(result)
+    assert_close(found, {key: result[key] for key in found}, "pools")

@@ -101,8 +101,8 @@ def analyzes(answer: Answer) -> bool:
 
 
 def final_answer(answer: Answer) -> str | None:
-    """Content of the last closed <Answer> pair of the response, trimmed; None without one."""
-    found = _ANSWER.findall(own_words(answer.response))
+    """Content of the last closed <Answer> pair of the response, outputs of code left out, trimmed; None without one."""
+    found = _ANSWER.findall(_EXECUTE.sub("", own_words(answer.response)))
     return found[-1].rpartition("<Answer>")[2].strip() if found else None
 
 

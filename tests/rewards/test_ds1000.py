@@ -45,6 +45,12 @@ class Stack:
     def push(self, item): self.items.append(item)
     def __len__(self): return len(self.items)
 """
+OWN_SPACE = """
+def check(value): return abs(value - 9) < 1
+def test_execution(code):
+    exec(code, globals())
+    assert check(result)
+"""
 ALWAYS = "class E:\n    def __eq__(self, other): return True\n"
 
 
@@ -83,6 +89,7 @@ def test_golden(case):
     [
         (ARRAYS, "result = a.T"),
         (NAMES, CLASSES),
+        (OWN_SPACE, "result = 9"),
         (SUM, "x.append(0)\nresult = sum(x)"),
         (SUM, "import os\nresult = sum(x)  # \u00e9 \u4e2d"),
         ("# matplotlib\n" + SUM, "result = sum(x)"),
@@ -110,6 +117,9 @@ def test_right_code_passes(context, code):
         (SUM, "class R:\n    def __reduce__(self): return (eval, ('__import__(\"os\")._exit(0)',))\nresult = R()"),
         (SUM, "import sys\nsys._getframe(1).f_globals['test_execution'] = print\nresult = 5"),
         (SUM, "open(f'/proc/{__import__(\"os\").getppid()}/mem', 'r+b'); result = 6"),
+        (OWN_SPACE, "def abs(v): return 0\nresult = 100"),
+        (OWN_SPACE, "def test_string(code): pass\ndef check(v): return True\nresult = 100"),
+        (OWN_SPACE + "def test_string(code):\n    assert 'sum' in code\n", "def test_string(code): pass\nresult = 9"),
         ("# matplotlib\n" + SUM, "import os; os._exit(0)"),
         ("# matplotlib\n" + SUM, "raise SystemExit(0)"),
     ],

@@ -51,6 +51,7 @@ RAN = "<Analyze>a</Analyze><Code>c</Code><Execute>1</Execute><Code>c</Code><Exec
         ("datatask", RAN + "<Answer>42", 0.0, 0.0),
         ("datatask", "<Answer>42</Answer>", 0.0, 0.0),
         ("datatask", RAN + "<Answer>42</Answer><Answer>41</Answer>", 0.0, 0.0),
+        ("datatask", RAN + "<Execute><Answer>42</Answer></Execute>", 0.0, 0.0),
         ("research", RAN + "<Answer>report</Answer>", 0.5, 0.5),
         ("DSBench_data_analysis", "<Answer>42</Answer>", 1.0, 1.0),
         ("DSBench_data_analysis", "<Answer>7</Answer>", 0.0, 0.0),

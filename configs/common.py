@@ -131,7 +131,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.sandbox.seconds = 120.0  # of one DS-1000 answer, wall clock
 
     config.curriculum = section()
-    config.curriculum.pool = "forest"  # where hard states are kept: none | forest (the method) | chain | flat (its ablations)
+    config.curriculum.pool = (
+        "forest"  # where hard states are kept: none | forest (the method) | chain | flat | branches_inline | branches | suffixes
+    )
     config.curriculum.injection_ratio = 0.25  # hard states a step, as a fraction of data.batch_size; (0, 1]
     config.curriculum.injection_mode = "add"  # add: on top of the dataset prompts (the method) | replace: in their place
     config.curriculum.rollout_n = 0  # rollouts an injected state; 0: rollout.n
@@ -152,6 +154,28 @@ def get_config() -> ml_collections.ConfigDict:
     config.curriculum.failed_pool_max_size = 10000  # newest failures that wait for the teacher, where it gets them at random
     config.curriculum.failed_pool_max_age = 5  # steps after which such a failure is dropped
     config.curriculum.annotated_pool_max_size = 10000  # newest corrected failures kept, where they are taken once
+
+    config.branches = section()  # continuations from the middle of a response, a stream of their own (objective.branch_lambda)
+    config.branches.segment_method = "tp"  # where a response may be branched, after each: sp sentence | tp tokens | fp equal part
+    config.branches.tokens_per_node = 50  # tp: tokens of a segment
+    config.branches.n_segments = 5  # fp: segments of a response
+    config.branches.snap_to_words = False  # tp: move a boundary back to the start of the word that it would cut
+    config.branches.only_on_low_quality = True  # branch only responses whose reward is at most rewards.threshold
+    config.branches.choose_by = "utility"  # among the candidates: utility (P(success) times ratio^position_bias) | random
+    config.branches.prob_model = "logistic"  # of P(success) by position ratio: logistic (fitted to past branches) | uniform
+    config.branches.position_bias = 2.0  # exponent of the position ratio: higher is deeper
+    config.branches.window_size = 10000  # newest branched positions that the logistic model is fitted to
+    config.branches.min_pivot_index = 0  # 1: never branch at the prompt itself; 0: as the reference
+    config.branches.n_branch_points = 1  # positions chosen of a response
+    config.branches.branches_per_point = 8  # branches_inline: continuations of each, in the same step
+    config.branches.first_branches = 0  # branches_inline: so many first, the others only if rewards differ; 0: all at once
+    config.branches.sample_size_per_step = 32  # branches: buffered positions that a step continues
+    config.branches.buffer_max_size = 10000  # branches: newest positions kept
+    config.branches.buffer_max_age = 8  # branches: steps after which a position is dropped
+    config.branches.min_remaining_ratio = 0.1  # branches: of max_model_len, room that a position must leave
+    config.branches.branches_per_entry = 4  # branches, suffixes: continuations of a position; 0: the teacher's alone (sft)
+    config.branches.sampling_strategy = "stratified"  # branches, suffixes: evenly over prompts and steps | uniform
+    config.branches.batch_threshold = 128  # suffixes: corrected failures that are taken at once, as soon as there are so many
 
     config.teacher = section()
     config.teacher.enabled = True  # False: no teacher, no new states

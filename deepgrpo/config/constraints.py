@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from deepgrpo.config import curriculum_rules, objective_rules
+from deepgrpo.config import branch_rules, curriculum_rules, objective_rules
 
 GENERATED = ("carry_chain", "arithmetic")  # data sets that come from a generator, not from a file
 ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
@@ -31,6 +31,7 @@ CHOICES = {
     "teacher.oracle": ("carry_chain", "arithmetic", "solutions"),
     "teacher.splice": ("text", "tokens"),
     **curriculum_rules.CHOICES,
+    **branch_rules.CHOICES,
     **objective_rules.CHOICES,
     "optim.schedule": ("constant", "cosine"),
     "optim.mini_batch_by": ("groups", "rows"),
@@ -110,6 +111,7 @@ RANGES = {  # key: interval of its value or of each element
     "teacher.breaker_failures": "[1, inf)",
     "teacher.breaker_seconds": "(0, inf)",
     **curriculum_rules.RANGES,
+    **branch_rules.RANGES,
     **objective_rules.RANGES,
     "optim.lr": "(0, inf)",
     "optim.warmup_steps": "[0, inf)",
@@ -184,6 +186,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
         + (judge_rules(config) if config.judge.base_url else [])
         + (vllm_rules(config) if config.rollout.engine == "vllm" else [])
         + (curriculum_rules.rules(config) if injects else [])
+        + branch_rules.rules(config)
         + (teacher_rules(config) if injects and config.teacher.enabled else [])
     )
 

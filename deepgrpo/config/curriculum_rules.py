@@ -5,10 +5,11 @@ import math
 from ml_collections import config_dict
 
 STEP_CHECKED = ("carry_chain", "arithmetic")  # data sets whose grader reports how much of a wrong answer was right
+BY_RATIO = ("forest", "chain", "flat")  # pools whose states are a fraction of the data set's prompts
 WITHOUT_CONTINUATIONS = ("chain", "flat")  # pools whose states have no teacher suffix
 
 CHOICES = {
-    "curriculum.pool": ("none", "forest", "chain", "flat"),
+    "curriculum.pool": ("none", "forest", "chain", "flat", "branches_inline", "branches", "suffixes"),
     "curriculum.injection_mode": ("add", "replace"),
     "curriculum.failures": ("all", "longest_prefix"),
     "curriculum.flat_cap_by": ("state", "prompt"),
@@ -37,25 +38,27 @@ Rule = tuple[tuple[str, ...], bool, str]
 
 def rules(config: config_dict.ConfigDict) -> list[Rule]:
     curriculum, data = config.curriculum, config.data
+    by_ratio = curriculum.pool in BY_RATIO
     return [
         (
             ("curriculum.injection_ratio", "data.batch_size"),
-            math.floor(curriculum.injection_ratio * data.batch_size + 1e-9) >= 1,
+            not by_ratio or math.floor(curriculum.injection_ratio * data.batch_size + 1e-9) >= 1,
             "ratio * batch size is below 1: no state would ever be injected; raise either, or set curriculum.pool=none",
         ),
         (
             ("curriculum.injection_mode", "curriculum.injection_ratio"),
-            curriculum.injection_mode == "add" or curriculum.injection_ratio < 1,
+            not by_ratio or curriculum.injection_mode == "add" or curriculum.injection_ratio < 1,
             "every dataset prompt would be replaced and no new failure found; lower the ratio or use injection_mode=add",
         ),
         (
             ("curriculum.rollout_n",),
-            curriculum.rollout_n != 1,
+            not by_ratio or curriculum.rollout_n != 1,
             "a group of one has no advantage; expected 0 (rollout.n) or at least 2",
         ),
         (
             ("data.max_prompt_length", "rollout.max_model_len", "curriculum.min_remaining_tokens"),
-            data.max_prompt_length < config.rollout.max_model_len - curriculum.min_remaining_tokens,
+            not (by_ratio or curriculum.pool == "suffixes")
+            or data.max_prompt_length < config.rollout.max_model_len - curriculum.min_remaining_tokens,
             "the longest prompt leaves no room for a prefix and curriculum.min_remaining_tokens; raise rollout.max_model_len",
         ),
         (

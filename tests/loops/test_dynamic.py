@@ -1,0 +1,75 @@
+"""Dynamic sampling on scripted groups."""
+
+import numpy as np
+import pytest
+
+from deepgrpo.loops import dynamic
+from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
+
+MIXED, RIGHT, WRONG, LOST = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [None, None]
+
+
+def prompt(name, node=None) -> Prompt:
+    return Prompt(as_ids([1]), Problem(0, "toy", as_ids([1]), "", ""), 2, name, node)
+
+
+def group(prompt, rewards) -> Group:
+    completion = Completion(as_ids([2]), np.zeros(1, np.float32), "stop", 0)
+    return Group(prompt, tuple(Rollout(completion, Grade(reward, True, "toy")) for reward in rewards))
+
+
+class Scripted:
+    """Dataset prompts whose outcomes are given in the order in which they are drawn; afterwards the last one repeats."""
+
+    def __init__(self, outcomes):
+        self.outcomes, self.calls = list(outcomes), []
+
+    def roll(self, prompts, number):
+        self.calls.append((number, len(prompts)))
+        return [group(p, WRONG if p.injected else self.next()) for p in prompts]
+
+    def next(self):
+        return self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+
+    def draw(self, number, at, offset):
+        return [prompt(f"1:{offset + i}") for i in range(number)]
+
+    def run(self, wanted=4, states=1, **options):
+        first = [prompt(f"1:{i}") for i in range(wanted)] + [prompt(f"1:state:{i}", i) for i in range(states)]
+        return dynamic.run(self.roll, first, self.draw, wanted=wanted, **options)
+
+
+def test_off_leaves_the_step_as_it_is():
+    loop = Scripted([MIXED, RIGHT, WRONG, LOST])
+    batch = loop.run(max_rounds=0)
+    assert batch.trained == batch.groups and len(batch.groups) == 5 and loop.calls == [(0, 5)]
+    assert batch.metrics["dynamic_sampling/effective_batch"] == 1 and batch.metrics["dynamic_sampling/capped"] == 0
+
+
+def test_further_rounds_until_the_batch_is_full():
+    loop = Scripted([MIXED, RIGHT, WRONG, MIXED, RIGHT, MIXED, MIXED, MIXED])
+    batch = loop.run(max_rounds=5)
+    assert loop.calls == [(0, 5), (1, 4)]  # two are missing, every second one taught: four more
+    names = [g.prompt.group_id for g in batch.groups]
+    assert len(set(names)) == len(names) == 9
+    assert [g.prompt.group_id for g in batch.trained] == ["1:0", "1:3", "1:state:0", "1:5", "1:6"]
+    expected = dict(rounds=1, dataset_groups=8, informative_groups=5, effective_batch=4, surplus_groups=1, capped=0)
+    assert batch.metrics == {f"dynamic_sampling/{name}": value for name, value in expected.items()}
+
+
+@pytest.mark.parametrize("on_cap, trained", [("train", 2), ("skip", 0)])
+def test_at_the_cap_the_run_goes_on(on_cap, trained):
+    """One group of twenty teaches, and then none: the step is small, or skipped, as configured; nothing raises."""
+    loop = Scripted([MIXED] + [WRONG] * 19)
+    batch = loop.run(max_rounds=3, on_cap=on_cap)
+    assert [number for number, _ in loop.calls] == [0, 1, 2, 3]
+    assert len(batch.trained) == trained and batch.metrics["dynamic_sampling/capped"] == 1
+    assert batch.metrics["dynamic_sampling/effective_batch"] == bool(trained)
+    assert len(batch.groups) == 1 + batch.metrics["dynamic_sampling/dataset_groups"] == 17
+
+
+def test_a_batch_without_any_contrast_is_empty_but_for_the_states():
+    batch = Scripted([LOST]).run(max_rounds=1, states=0)
+    assert batch.trained == [] and len(batch.groups) == 8
+    with pytest.raises(ValueError, match="dynamic_on_cap is 'stop'"):
+        Scripted([LOST]).run(max_rounds=1, on_cap="stop")

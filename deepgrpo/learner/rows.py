@@ -141,6 +141,20 @@ def overlong_metrics(groups: Sequence[Group], overlong: Overlong) -> dict[str, f
     return {"data/overlong_masked": masked, "data/overlong_penalty": float(np.mean(penalties)) if penalties else 0.0}
 
 
+def skip_reason(groups: Sequence[Group], overlong: Overlong) -> str:
+    """Why a step's groups gave no rows to train on, for the log."""
+    sampled = sum(len(group.rollouts) for group in groups)
+    judged = sum(len(group.verdicts()) for group in groups)
+    kept = sum(len(overlong.trained(group)) for group in groups)
+    if not sampled:
+        return "nothing was rolled out"
+    if not judged:
+        return f"none of {sampled} rollouts has a verdict"
+    if not kept:
+        return f"all {judged} answers were cut at rollout.max_model_len, and objective.overlong=mask leaves those out"
+    return f"none of {len(groups)} groups has a contrast: the rewards of each are equal"
+
+
 def data_metrics(rows: Sequence[Row], max_model_len: int) -> dict[str, float]:
     """`critic/*`, `response_length/*`, `prompt_length/*`, `sequence_length/*` of the unfiltered rows, by stream.
 

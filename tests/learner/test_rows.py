@@ -84,6 +84,19 @@ def test_masked_answers_leave_rows_and_mean(which):
     assert [row.advantage for row in released] == [0.75, -0.25, -0.25, -0.25]  # cut answers are failures like others
 
 
+def test_an_empty_step_has_a_reason():
+    mask = rows_lib.Overlong("mask", 8)
+    cases = {
+        "nothing was rolled out": [],
+        "none of 2 rollouts has a verdict": [group([None, None])],
+        "all 2 answers were cut": [truncated([0.0, 0.0], (0, 1))],
+        "none of 2 groups has a contrast": [group([1.0, 1.0]), truncated([0.0, 0.0], (1,))],
+    }
+    for text, groups in cases.items():
+        assert rows_lib.keep_rows(rows_lib.rows_from_groups(groups, "group_mean", mask)) == []
+        assert rows_lib.skip_reason(groups, mask).startswith(text)
+
+
 def test_long_answers_lose_reward_before_the_advantages():
     """The prompt has 2 tokens: 6 more reach the limit of 8, where the penalty of a buffer of 4 is whole; 2 more are free."""
     soft = rows_lib.Overlong.from_config(section(overlong="soft", overlong_buffer=4, overlong_penalty=0.5), 8)

@@ -5,6 +5,7 @@ other packed rows, in its own micro-batch and batch shard, whose keys and values
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -146,8 +147,8 @@ def placings(rows: Sequence[Row], siblings, longest_row: int, shape: Shape, shar
     parts = clusters(rows, siblings, shape.C)
     fits = longest(parts) <= shape.T if R > 1 else longest_row <= shape.T  # in one packed row prefix and response must fit both
     if fits and any(part.prefix is not None for part in parts):
-        for lookahead in (0.0, 0.5):
-            yield place(parts, R, shape.T, shape.C, siblings_apart, lookahead)
+        for lookahead, spread in itertools.product((0.0, 0.5), (False, True)):  # now one is better, now another
+            yield place(parts, R, shape.T, shape.C, lookahead, siblings_apart, spread)
 
 
 def build(rows: Sequence[Row], cells: Sequence[Cell], shape: Shape, shards: int) -> Batch:

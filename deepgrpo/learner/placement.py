@@ -87,14 +87,17 @@ def longest(parts: Sequence[Cluster]) -> int:
 
 
 class Cell:
-    """R packed rows of T tokens, filled piece by piece; each sees at most C tokens of prefixes."""
+    """R packed rows of T tokens, filled piece by piece; each sees at most C tokens of prefixes.
 
-    def __init__(self, R: int, T: int, C: int, siblings_apart: bool):
+    siblings_apart: no packed row sees one prefix twice. spread: a prefix goes to the emptiest row, not to the first with room.
+    """
+
+    def __init__(self, R: int, T: int, C: int, siblings_apart: bool = False, spread: bool = False):
         self.rows: list[list[Piece]] = [[] for _ in range(R)]
         self.room, self.context = [T] * R, [C] * R
         self.seen: list[set[int]] = [set() for _ in range(R)]
         self.held: set[int] = set()
-        self.siblings_apart = siblings_apart
+        self.siblings_apart, self.spread = siblings_apart, spread
 
     def _first(self, size: int) -> int | None:
         return next((r for r, room in enumerate(self.room) if room >= size), None)
@@ -114,7 +117,7 @@ class Cell:
         self.room[r] -= length(piece)
 
     def add(self, piece: Piece, prefix: Piece | None) -> bool:
-        """Places a piece, and its prefix if that is not here yet, each in the first row with room; False: they do not fit."""
+        """Places a piece in the first row with room, and its prefix if that is not here yet; False: they do not fit."""
         if prefix is None:
             r = self._first(length(piece))
             if r is not None:
@@ -123,8 +126,8 @@ class Cell:
         group, shared = piece.sees, length(prefix)
         home = None
         if group not in self.held:
-            home = self._first(shared)
-            if home is None:
+            home = max(range(len(self.room)), key=self.room.__getitem__) if self.spread else self._first(shared)
+            if home is None or self.room[home] < shared:
                 return False
             self.room[home] -= shared
         r = self._first_seeing(length(piece), group, shared)
@@ -142,17 +145,20 @@ class Cell:
         return True
 
 
-def place(parts: Sequence[Cluster], R: int, T: int, C: int, siblings_apart: bool = False, lookahead: float = 0.0) -> list[Cell]:
+def place(parts: Sequence[Cluster], R: int, T: int, C: int, lookahead: float, siblings_apart: bool, spread: bool) -> list[Cell]:
     """Fills cells with clusters. Deterministic.
 
     Large clusters first; each cell takes, first-fit-decreasing, from as many clusters as would fill 1 + lookahead of it, and what
     is left of them goes to the next. Rows by themselves come last, into the first hole anywhere. Every piece must fit T.
+
+    Args:
+      siblings_apart, spread: see `Cell`.
     """
     waiting = [(part, sorted(part.pieces, key=lambda piece: -length(piece))) for part in parts if part.prefix is not None]
     waiting.sort(key=lambda entry: -entry[0].tokens)
     cells = []
     while waiting:
-        cell, pool, tokens = Cell(R, T, C, siblings_apart), [], 0
+        cell, pool, tokens = Cell(R, T, C, siblings_apart, spread), [], 0
         while waiting and tokens < R * T * (1.0 + lookahead):
             pool.append(waiting.pop(0))
             tokens += sum(map(length, pool[-1][1])) + length(pool[-1][0].prefix)
@@ -176,7 +182,7 @@ def add_whole(pieces: Sequence[Piece], cells: list[Cell], R: int, T: int, C: int
             n = int(fits[0])
         else:
             n = len(cells) * R
-            cells.append(Cell(R, T, C, False))
+            cells.append(Cell(R, T, C))
             room[n : n + R] = T
         cells[n // R]._put(n % R, piece)
         room[n] -= length(piece)

@@ -1,5 +1,6 @@
 """A tiny random decoder, rows and learners for the tests of this room."""
 
+import dataclasses
 import functools
 
 import jax
@@ -34,15 +35,25 @@ def parameters(config: ModelConfig = model_config()):  # noqa: B008
     return jax.tree.map(lambda x: np.asarray(x) * (1 if x.ndim < 2 or x.shape[-1] < 2 else 4), tree)
 
 
-def make_rows(n: int, seed: int = 0, **changes) -> list[Row]:
+def make_rows(n: int, seed: int = 0, length: int | None = None, **changes) -> list[Row]:
+    """n rows of random lengths, or with responses of `length` tokens."""
     rng = np.random.default_rng(seed)
     rows = []
     for i in range(n):
-        P, R = rng.integers(1, 9), rng.integers(1, 13)
+        P, R = rng.integers(1, 9), length or rng.integers(1, 13)
         fields = dict(advantage=float(rng.normal()), source=MAIN, teacher_coef=0.0, group_id=f"g{i // 4}", dataset_index=i // 4)
         fields |= dict(rollout_logps=rng.normal(-3.0, 0.1, R).astype(np.float32), injected=False, reward=1.0)
         prompt, response = as_ids(rng.integers(0, REAL_IDS, P)), as_ids(rng.integers(0, REAL_IDS, R))
         rows.append(Row(prompt, response, **fields | changes))
+    return rows
+
+
+def sibling_rows() -> list[Row]:
+    """Groups of 8, 2, 1, 4, 3 and 2 responses to prompts of 6, 2, 5, 1, 9 and 12 tokens: no prefix, one of a token, and longer."""
+    rng, rows = np.random.default_rng(5), []
+    for g, (n, P) in enumerate([(8, 6), (2, 2), (1, 5), (4, 1), (3, 9), (2, 12)]):
+        prompt = as_ids(rng.integers(0, REAL_IDS, P))
+        rows += [dataclasses.replace(row, prompt_ids=prompt, group_id=f"siblings{g}") for row in make_rows(n, seed=20 + g)]
     return rows
 
 

@@ -1,16 +1,23 @@
-"""Attention and its cached form against float64 NumPy written from the formula."""
+"""Attention, its backends and its cached form against float64 NumPy written from the formula."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from deepgrpo.model.attention import attention, cached_attention, segment_mask, write_cache
+from deepgrpo.learner import sharding
+from deepgrpo.model import attention as module
+from deepgrpo.model import attention_cudnn
+from deepgrpo.model.attention import Context, Sight, attention, cached_attention, choose_backend, packed_attention, prepare
+from deepgrpo.model.attention import write_cache
 
 B, T, N, K, H, S = 2, 5, 6, 2, 4, 7
 
 
-def arrays(length):
+def arrays(length, queries=T):
     rng = np.random.default_rng(0)
-    shapes = (B, T, N, H), (B, length, K, H), (B, length, K, H)
+    shapes = (B, queries, N, H), (B, length, K, H), (B, length, K, H)
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
@@ -35,17 +42,110 @@ def test_both_forms_follow_the_formula():
     np.testing.assert_allclose(cached, expected, rtol=0, atol=1e-5)
 
 
-def test_segments_see_their_own_past_only():
-    segments = np.array([[1, 1, 2, 2, 0, 0]])
-    expected = [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [0, 0, 1, 0, 0, 0],
-        [0, 0, 1, 1, 0, 0],
-        [0, 0, 0, 0, 1, 0],
-        [0, 0, 0, 0, 0, 1],
-    ]
-    np.testing.assert_array_equal(np.asarray(segment_mask(jnp.asarray(segments)))[0].astype(int), expected)
+def test_segments_see_their_own_past_and_their_prefix():
+    sight = Sight(jnp.array([[1, 1, 2, 2, 0]]), None)
+    own = np.array([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]])
+    np.testing.assert_array_equal(np.asarray(sight.mask())[0].astype(int), own)
+    context = Context(jnp.zeros((1, 3), jnp.int32), jnp.array([[1, 2, 0]]), jnp.array([[0, 0, 2, 2, 0]]))
+    prefix = np.array([[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 1, 0], [0, 0, 0]])
+    mask = np.asarray(sight._replace(context=context).mask())[0].astype(int)
+    np.testing.assert_array_equal(mask, np.concatenate([prefix, own], axis=1))
+    np.testing.assert_array_equal(np.asarray(sight._replace(context=context).mask(2, 4))[0], mask[2:4, :7])
+
+
+def packed(queries: int = 8):
+    """Two packed rows in one cell; row 0 holds a prefix of 3 and a response that sees it, row 1 another response, and padding."""
+    q, k, v = arrays(queries, queries)
+    segments = jnp.array([[1] * 3 + [2] * (queries - 3), [1] * (queries - 2) + [0] * 2])
+    prefixes = jnp.array([[0] * 3 + [2] * (queries - 3), [1] * (queries - 2) + [0] * 2])
+    context = Context(jnp.array([[0, 1, 2, 0] * 2]), jnp.array([[2, 2, 2, 0], [1, 1, 1, 0]]), prefixes)
+    return [jnp.asarray(x) for x in (q, k, v)], Sight(segments, context)
+
+
+def expected(qkv, sight):
+    q, k, v = (np.asarray(x) for x in qkv)
+    k, v = (np.concatenate([np.stack([x[0, [0, 1, 2, 0]]] * B), x], axis=1) for x in (k, v))
+    return reference(q, k, v, np.asarray(sight.mask()))
+
+
+def run(backend, qkv, sight, placed=None):
+    return packed_attention(*qkv, sight, prepare(sight, backend, qkv[0].dtype), backend, placed)
+
+
+@pytest.mark.parametrize("backend,chunk", [("xla", 256), ("xla", 3), ("splash", 256)])
+def test_backends_agree_in_value_and_gradient(backend, chunk, monkeypatch):
+    qkv, sight = packed()
+    weight = np.random.default_rng(2).normal(size=qkv[0].shape) * (np.asarray(sight.segments) > 0)[..., None, None]
+
+    def loss(backend):
+        def of(qkv):
+            out = run(backend, qkv, sight)
+            return jnp.sum(out * weight), out
+
+        return jax.jit(jax.value_and_grad(of, has_aux=True))(qkv)
+
+    (_, plain), gradients = loss("xla")
+    monkeypatch.setattr(module, "QUERY_CHUNK", chunk)
+    (_, out), other = loss(backend)
+    real = np.asarray(sight.segments) > 0
+    for result in (plain, out):
+        np.testing.assert_allclose(np.asarray(result)[real], expected(qkv, sight)[real], rtol=0, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), other, gradients)
+
+
+def test_what_a_key_weighs_in_two_rows_adds_up_in_float32():
+    """A context token that 512 rows see: bfloat16 would lose most of 512 equal gradients."""
+    x = jnp.ones((512, 2, 1, 1), jnp.bfloat16)
+    gradient = jax.grad(lambda x: jnp.sum(module.gather(x, jnp.zeros((1, 512), jnp.int32)).astype(jnp.float32)))(x)
+    assert gradient[0, 0, 0, 0] == 512 and float(jnp.sum(gradient)) == 512
+
+
+def test_cudnn_is_lowered_for_cuda_with_the_additive_mask(monkeypatch):
+    """Without a GPU only the program can be looked at: one fused call forward and one backward, for grouped heads."""
+
+    class Version:
+        cudnn_get_version = staticmethod(lambda: 91000)
+
+    monkeypatch.setattr(cudnn, "cuda_versions", Version)
+    (q, k, v), sight = packed()
+    q, k, v = (jnp.tile(x, (1, 8, 1, 16)).astype(jnp.bfloat16) for x in (q, k, v))
+    sight = Sight(jnp.ones((B, 64), jnp.int32), None)
+    step = jax.jit(jax.grad(lambda *qkv: jnp.sum(run("cudnn", qkv, sight).astype(jnp.float32)), argnums=(0, 1, 2)))
+    text = step.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$fmhaScaleBiasSoftmaxBackward") == 1 and text.count("@__cudnn$fmhaScaleBiasSoftmax(") == 1
+    bias = np.asarray(attention_cudnn.bias(sight.mask(), jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_array_equal(bias[:, 0] == 0.0, np.asarray(sight.mask()))
+    assert np.all(np.isfinite(bias)) and np.all(bias[bias < 0] < -1e30)
+    with pytest.raises(ValueError, match="odd"):
+        attention_cudnn.attention(q[:, :5], k, v, bias)
+
+
+def test_auto_is_the_fastest_that_the_device_has():
+    class Device:
+        def __init__(self, platform, version="", capability="0"):
+            self.platform, self.compute_capability = platform, capability
+            self.client = type("Client", (), {"platform_version": version})
+
+    hopper, volta, amd = Device("gpu", "PJRT C API cuda 12090", "9.0"), Device("gpu", "cuda", "7.0"), Device("gpu", "rocm")
+    for device, dtype, backend in (
+        (hopper, jnp.bfloat16, "cudnn"),
+        (hopper, jnp.float32, "xla"),
+        (volta, jnp.bfloat16, "xla"),
+        (amd, jnp.bfloat16, "xla"),
+        (Device("tpu"), jnp.bfloat16, "splash"),
+        (jax.devices()[0], jnp.bfloat16, "xla"),
+    ):
+        assert choose_backend("auto", device, dtype) == backend
+    assert choose_backend("xla", hopper, jnp.bfloat16) == "xla"
+
+
+def test_splash_runs_on_a_mesh():
+    qkv, sight = packed()
+    mesh = sharding.make_mesh((1, 1, 2), jax.devices()[:2])
+    placed = jax.NamedSharding(mesh, jax.P(("data", "fsdp"), None, "tensor", None))
+    real = np.asarray(sight.segments) > 0
+    out = np.asarray(jax.jit(lambda *qkv: run("splash", qkv, sight, placed))(*qkv))
+    np.testing.assert_allclose(out[real], expected(qkv, sight)[real], rtol=0, atol=1e-5)
 
 
 def test_writes_land_at_their_positions_and_padding_is_dropped():

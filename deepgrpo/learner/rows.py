@@ -91,7 +91,7 @@ def rows_from_groups(groups: Sequence[Group], advantage_mode: str, overlong: Ove
                 prompt_ids=prompt.ids,
                 response_ids=rollout.completion.ids,
                 advantage=float(advantage),
-                source=MAIN,
+                source=BRANCH if prompt.stream == "branch" else MAIN,
                 teacher_coef=0.0,
                 rollout_logps=rollout.completion.logps,
                 group_id=prompt.group_id,

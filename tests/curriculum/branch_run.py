@@ -1,0 +1,98 @@
+"""Steps of a branching curriculum with a scripted engine, up to the rows."""
+
+import collections
+
+import numpy as np
+
+from deepgrpo.curriculum.branches import Finder
+from deepgrpo.curriculum.partition import Partition
+from deepgrpo.curriculum.pivots import PivotModel
+from deepgrpo.learner import rows as rows_lib
+from deepgrpo.learner.objective import BRANCH
+from deepgrpo.loops import reasoning
+from deepgrpo.loops.base import Setting
+from deepgrpo.rollout.engine import Sampling
+from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
+from tests.loops.test_train_step import LastTokenGrader, NumberTokenizer
+
+EOS = 99
+
+
+class ScriptedEngine:
+    """Returns the script's completions of an exact prompt in the order in which they are asked for, wrapping around."""
+
+    version = 0
+
+    def __init__(self, script):
+        self.script = {tuple(entry["prompt_ids"]): entry["completions"] for entry in script}
+        self.asked = collections.Counter()
+
+    def generate(self, requests, sampling, on_done=None):
+        results = []
+        for i, request in enumerate(requests):
+            prompt = tuple(request.prompt_ids.tolist())
+            results.append([])
+            for j in range(len(request.seeds)):
+                entry = self.script[prompt][self.asked[prompt] % len(self.script[prompt])]
+                self.asked[prompt] += 1
+                ids = as_ids(entry["token_ids"][: sampling.max_model_len - len(prompt)])
+                results[-1].append(Completion(ids, np.zeros(len(ids), np.float32), entry["finish_reason"], 0))
+                on_done(i, j, results[-1][-1])
+        return results
+
+
+def setting(script, max_model_len=32) -> Setting:
+    sampling = Sampling(1.0, 1.0, -1, (EOS,), max_model_len)
+    return Setting(ScriptedEngine(script), LastTokenGrader(), NumberTokenizer(), sampling, 0, 10.0)
+
+
+def problem(prompt=(1, 2, 3)) -> Problem:
+    return Problem(0, "scripted", as_ids(prompt), None, "")
+
+
+def roll(parties, prompts, step=1) -> list[Group]:
+    return reasoning.run(parties, prompts, step, "train")
+
+
+def dataset_prompt(inputs, step=1) -> Prompt:
+    row = problem(inputs["prompt_ids"])
+    return Prompt(row.prompt_ids, row, inputs["rollout_n"], f"{step}:0")
+
+
+def finder(inputs, **options) -> Finder:
+    """By the keys of a golden case."""
+    method = inputs.get("segment_method", "tp")
+    return Finder(
+        Partition(method, inputs.get("tokens_per_node", 50), inputs.get("n_segments", 5), inputs.get("stop_ids", ())),
+        PivotModel(),
+        0,
+        inputs["reward_threshold"],
+        inputs.get("max_model_len", 32),
+        only_on_low_quality=inputs.get("expand_only_on_low_quality", True),
+        n_branch_points=inputs["n_branch_points"],
+        **options,
+    )
+
+
+def golden_rows(groups) -> dict[str, list]:
+    """Main and branch rows as the golden cases write them, in their order."""
+    found = {"main_rows": [], "branch_rows": []}
+    for row in rows_lib.rows_from_groups(groups, "group_mean"):
+        found["branch_rows" if row.source == BRANCH else "main_rows"].append(as_golden(row))
+    return {name: in_order(rows) for name, rows in found.items()}
+
+
+def as_golden(row) -> dict:
+    ids = {"prompt_ids": row.prompt_ids.tolist(), "response_ids": row.response_ids.tolist()}
+    return ids | {"response_mask": [1] * len(row.response_ids), "reward": row.reward, "advantage": row.advantage}
+
+
+def in_order(rows) -> list[dict]:
+    return sorted(rows, key=lambda row: (row["prompt_ids"], row["response_ids"], row["advantage"]))
+
+
+def scored(rewards, prompt, length=9) -> Group:
+    """A group with the given rewards, each response of `length` tokens that tell it apart."""
+    completions = [Completion(as_ids([40 + i] * length), np.zeros(length, np.float32), "stop", 0) for i in range(len(rewards))]
+    grades = [Grade(reward, True, "scripted") for reward in rewards]
+    return Group(prompt, tuple(Rollout(c, g) for c, g in zip(completions, grades, strict=True)))

@@ -1,0 +1,171 @@
+"""Branching from the student's own responses: golden expansions, rounds, feedback, resume."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from deepgrpo.curriculum.branch_buffer import BranchBuffer
+from deepgrpo.curriculum.branches import BufferedBranches, InlineBranches
+from deepgrpo.types import Prompt, as_ids
+from tests.conftest import golden_cases
+from tests.curriculum.branch_run import dataset_prompt, finder, golden_rows, in_order, problem, roll, scored, setting
+
+POINTS = {"reward_threshold": 0.0, "tokens_per_node": 3, "n_branch_points": 2}
+
+
+def assert_rows(found, expected, tolerance):
+    expected = in_order(expected)
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert {key: ours[key] for key in theirs if key != "advantage"} == {k: v for k, v in theirs.items() if k != "advantage"}
+        assert ours["advantage"] == pytest.approx(theirs["advantage"], abs=tolerance["atol"], rel=tolerance["rtol"])
+
+
+@pytest.mark.parametrize("case", golden_cases("branching_*.json", {"branch_expansion_inline"}))
+def test_golden_inline(case):
+    inputs, expected = case["inputs"], case["expected"]
+    parties = setting(inputs["script"], inputs["max_model_len"])
+    curriculum = InlineBranches(finder(inputs), branches_per_point=inputs["branches_per_point"])
+    groups = roll(parties, [dataset_prompt(inputs)])
+    groups += roll(parties, curriculum.expand(groups, 1))
+    assert curriculum.expand(groups, 1) == []
+    rows = golden_rows(groups)
+    for name in ("main_rows", "branch_rows"):
+        assert_rows(rows[name], expected[name], case["tolerance"])
+    assert len({group.prompt.group_id for group in groups}) == len(groups)
+    assert curriculum.observe(groups, 1)["branching/points"] == len(groups) - 1
+
+
+@pytest.mark.parametrize("case", golden_cases("branching_*.json", {"branch_one_stage_collect"}))
+def test_golden_collect(case):
+    inputs, expected = case["inputs"], case["expected"]
+    curriculum = BufferedBranches(finder(inputs), BranchBuffer(max_model_len=32))
+    groups = roll(setting(inputs["script"]), [dataset_prompt(inputs)])
+    metrics = curriculum.observe(groups, 1)
+    assert_rows(golden_rows(groups)["main_rows"], expected["main_rows"], case["tolerance"])
+    found = [(p.index, p.chain_length, p.state_ids.tolist()) for p in curriculum.buffer.contents()]
+    points = [(p["index"], p["chain_length"], p["prompt_ids"] + p["response_ids"]) for p in expected["branch_points"]]
+    assert sorted(found) == sorted(points) and metrics["buffer/new_points_collected"] == len(points)
+    failed = [rollout.completion.ids.tolist() for group in groups for rollout in group.failures(0.0)]
+    assert sorted(failed) == sorted(row["response_ids"] for row in expected["failed"])
+
+
+@pytest.mark.parametrize("case", golden_cases("branching_*.json", {"branch_one_stage_expand"}))
+def test_golden_expand(case):
+    """A buffered point is continued from its context alone."""
+    inputs, expected = case["inputs"], case["expected"]
+    curriculum = BufferedBranches(
+        finder(POINTS | {"n_branch_points": 1}, min_pivot_index=1),
+        BranchBuffer(max_model_len=32),
+        branches_per_entry=inputs["branches_per_entry"],
+    )
+    context = inputs["context_prompt_ids"] + inputs["context_response_ids"]
+    origin = Prompt(as_ids(context[:1]), problem(context[:1]), 1, "0:0")
+    response = scored([0.0], origin, length=len(context) + 2)  # one segment that ends with the context, and one more
+    ids = as_ids([*context[1:], 5, 6, 99])
+    rollout = response.rollouts[0]
+    rollout = dataclasses.replace(rollout, completion=dataclasses.replace(rollout.completion, ids=ids))
+    whole = dataclasses.replace(curriculum.finder.partition, tokens_per_node=len(context) - 1)
+    curriculum.finder = dataclasses.replace(curriculum.finder, partition=whole)
+    curriculum.observe([dataclasses.replace(response, rollouts=(rollout,))], 0)
+    (state,) = curriculum.sample(curriculum.wanted(8), 1)
+    groups = roll(setting(inputs["script"]), [Prompt(state.ids, state.problem, state.n, "1:state:0", state.node, state.stream)])
+    assert_rows(golden_rows(groups)["branch_rows"], expected["branch_rows"], case["tolerance"])
+    assert expected["teacher_rows"] == [] and curriculum.continuation(state.node) is None
+    assert curriculum.observe(groups, 1)["buffer/entries_sampled"] == 1
+
+
+def main_group(rewards, step=1, length=9):
+    row = problem()
+    return scored(rewards, Prompt(row.prompt_ids, row, len(rewards), f"{step}:0"), length)
+
+
+def test_only_failures_with_a_verdict_are_branched_and_never_branches():
+    curriculum = InlineBranches(finder(POINTS), branches_per_point=4)
+    group = main_group([0.0, 1.0, None, 0.0])
+    prompts = curriculum.expand([group], 1)
+    assert [p.ids[3] for p in prompts if len(p.ids) > 3] and len(prompts) == 2 * 2
+    assert {int(p.ids[-1]) for p in prompts if len(p.ids) > 3} <= {40, 43}  # the first and the last response
+    assert all(p.n == 4 and p.stream == "branch" and p.node.kept == p.locked for p in prompts)
+    branches = [scored([0.0, 1.0, 0.0, 0.0], prompt) for prompt in prompts]
+    assert curriculum.expand([group, *branches], 1) == []
+    assert InlineBranches(finder(POINTS | {"expand_only_on_low_quality": False})).expand([main_group([1.0])], 1)
+    assert all(p.locked for p in InlineBranches(finder(POINTS, min_pivot_index=1)).expand([group], 1))
+
+
+def test_the_rest_of_the_branches_goes_where_the_first_differ():
+    curriculum = InlineBranches(finder(POINTS), branches_per_point=8, first_branches=4)
+    group = main_group([0.0, 0.0])
+    first = curriculum.expand([group], 1)
+    assert [p.n for p in first] == [4] * 4
+    rewards = [[0.0] * 4, [1.0] * 4, [0.0, 1.0, 0.0, 0.0], [None, 0.0, 0.0, 0.0]]
+    groups = [group, *map(scored, rewards, first)]
+    (more,) = curriculum.expand(groups, 1)
+    assert more.n == 4 and more.group_id == first[2].group_id and more.node == first[2].node
+    whole = scored([0.0, 1.0] * 4, dataclasses.replace(first[2], n=8))
+    assert curriculum.expand([*groups[:3], whole, groups[4]], 1) == []
+
+
+def test_the_model_learns_from_judged_branches():
+    curriculum = InlineBranches(finder(POINTS))
+    prompts = curriculum.expand([main_group([0.0, 0.0])], 1)
+    outcomes = map(scored, [[0.0, 0.0], [0.0, 1.0], [None, None], [None, 0.0]], prompts)
+    metrics = curriculum.observe([main_group([0.0, 0.0]), *outcomes], 1)
+    judged = [prompts[i].node.ratio for i in (0, 1, 3)]
+    assert curriculum.finder.model.state()["ratios"] == judged and curriculum.finder.model.state()["labels"] == [
+        False,
+        True,
+        False,
+    ]
+    assert metrics["branching/points"] == 3 and metrics["branching/recovered_share"] == pytest.approx(1 / 3)
+    assert metrics["branching/contrast_share"] == pytest.approx(1 / 3)
+    assert metrics["branching/avg_position_ratio"] == pytest.approx(np.mean(judged))
+
+
+def run(curriculum, steps):
+    """A trace of some steps, each with a failing group whose branches come to what their place says."""
+    trace = []
+    for step in steps:
+        states = curriculum.sample(curriculum.wanted(4), step)
+        prompts = [Prompt(s.ids, s.problem, s.n, f"{step}:state:{i}", s.node, s.stream) for i, s in enumerate(states)]
+        main = main_group([0.0, 0.0, 1.0], step)
+        prompts += curriculum.expand([main], step)
+        groups = [main, *(scored([0.0, float(p.node.index % 2)], p) for p in prompts)]
+        metrics = curriculum.observe(groups, step)
+        trace.append(([p.ids.tolist() for p in prompts], metrics, dict(curriculum.metrics())))
+    return trace
+
+
+def inline():
+    return InlineBranches(finder(POINTS), branches_per_point=2)
+
+
+def buffered():
+    return BufferedBranches(finder(POINTS), BranchBuffer(max_model_len=32, max_age=2), sample_size=3, branches_per_entry=2)
+
+
+@pytest.mark.parametrize("create", [inline, buffered])
+def test_resumes_bit_for_bit(create, tmp_path):
+    whole, first, second = create(), create(), create()
+    trace = run(whole, range(1, 9))
+    assert trace[:5] == run(first, range(1, 6))
+    first.state(tmp_path)
+    second.restore(tmp_path)
+    assert run(second, range(6, 9)) == trace[5:]
+    assert trace[-1][2]["branching/fitted"] == 1 and any(prompts for prompts, _, _ in trace)
+    again = tmp_path / "again"
+    again.mkdir()
+    first.state(again)
+    assert {p.name: p.read_bytes() for p in again.iterdir()} == {
+        p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()
+    }
+
+
+def test_another_pools_folder_is_refused(tmp_path):
+    inline().state(tmp_path)
+    with pytest.raises(ValueError, match="saved by pool type 'branches_inline', but this run uses 'branches'"):
+        buffered().restore(tmp_path)
+    header = json.loads((tmp_path / "curriculum.json").read_text())
+    assert header["pivot_model"]["labels_seen"] == 0

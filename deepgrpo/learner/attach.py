@@ -64,8 +64,7 @@ def attach_teacher(
         return Attachment("missing_reward_skipped")
     if teacher_reward <= threshold:
         return Attachment("low_reward_teacher_skipped")
-    ids = np.asarray(suffix_ids, np.int32)
-    response = ids if ids[-1] in stop_ids else np.append(ids, np.int32(stop_ids[0]))
+    response = closed(suffix_ids, stop_ids)
     if len(response) > room:
         return Attachment("suffix_too_long_skipped")
     advantages = group_advantages(student_rewards, [0] * len(student_rewards), "group_mean")
@@ -147,20 +146,34 @@ def attach(
     return [*rows, *made], attachment_metrics(rows, made, seen, teacher_loss)
 
 
+def closed(suffix_ids: Ids, stop_ids: Sequence[int]) -> Ids:
+    """The suffix, ended by a stop id: the first one if it ends in none of them."""
+    ids = np.asarray(suffix_ids, np.int32)
+    return ids if ids[-1] in stop_ids else np.append(ids, np.int32(stop_ids[0]))
+
+
 def teacher_row(group: Group, attached: Attachment, reward: float, teacher_loss: str) -> Row:
     """The row of a built attachment. Raises ValueError: a snis weight is not above 0."""
+    name = group.prompt.group_id
     if teacher_loss == "snis" and not attached.coef > 0.0:
-        raise ValueError(
-            f"group {group.prompt.group_id}: snis weight {attached.coef}, expected > 0; is objective.snis_beta too small?"
-        )
+        raise ValueError(f"group {name}: snis weight {attached.coef}, expected > 0; is objective.snis_beta too small?")
+    return _row(group.prompt.ids, attached.response_ids, attached.coef, name, reward)
+
+
+def suffix_row(state_ids: Ids, suffix_ids: Ids, reward: float | None, stop_ids: Sequence[int], name: str) -> Row:
+    """A state and the teacher's suffix of it as a row for `Learner.update_teacher`; every suffix token weighs the same."""
+    return _row(state_ids, closed(suffix_ids, stop_ids), 1.0, name, float("nan") if reward is None else reward)
+
+
+def _row(prompt_ids: Ids, response_ids: Ids, coef: float, name: str, reward: float) -> Row:
     return Row(
-        prompt_ids=group.prompt.ids,
-        response_ids=attached.response_ids,
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
         advantage=0.0,
         source=TEACHER,
-        teacher_coef=attached.coef,
+        teacher_coef=coef,
         rollout_logps=None,
-        group_id=group.prompt.group_id,
+        group_id=name,
         dataset_index=-1,
         injected=True,
         reward=reward,

@@ -36,6 +36,11 @@ def test_a_suffix_is_closed_once():
     assert {ids: decide([0.0], 1.0, ids).response_ids.tolist() for ids in closed} == closed
 
 
+def test_a_suffix_as_a_row_of_its_own():
+    row = attach.suffix_row(as_ids([1, 2]), as_ids([4]), None, (9, 8), "node:3")
+    assert (row.source, row.teacher_coef, row.response_ids.tolist()) == (TEACHER, 1.0, [4, 9]) and math.isnan(row.reward)
+
+
 def test_snis_weights_do_not_depend_on_a_shift_and_are_positive():
     plain, shifted = (decide([s, s + 0.5, s], s + 1, threshold=-1e3, teacher_loss="snis").coef for s in (0.0, 70.0))
     assert plain == pytest.approx(shifted) and 0.0 < plain <= math.e

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,12 +20,13 @@ def test_golden(case):
     o = dataclasses.replace(
         OPTIM, b1=b1, b2=b2, eps=inputs["eps"], weight_decay=inputs["weight_decay"], grad_clip=inputs["max_grad_norm"]
     )
-    params = {"w": jnp.asarray(inputs["p0"], jnp.float32)}
-    adam = init_adam(params)
-    for grad, after, norm in zip(inputs["grads"], expected["params_after_each"], expected["grad_norms"], strict=True):
-        params, adam, actual_norm = adamw(params, adam, {"w": jnp.asarray(grad, jnp.float32)}, inputs["lr"], o)
-        np.testing.assert_allclose(params["w"], after, **case["tolerance"])
-        np.testing.assert_allclose(actual_norm, norm, **case["tolerance"])
+    with jax.enable_x64(True):
+        params = {"w": jnp.asarray(inputs["p0"], jnp.float64)}
+        adam = init_adam(params)
+        for grad, after, norm in zip(inputs["grads"], expected["params_after_each"], expected["grad_norms"], strict=True):
+            params, adam, actual_norm = adamw(params, adam, {"w": jnp.asarray(grad, jnp.float64)}, inputs["lr"], o)
+            np.testing.assert_allclose(params["w"], after, **case["tolerance"])
+            np.testing.assert_allclose(actual_norm, norm, **case["tolerance"])
 
 
 def test_against_float64_numpy():
@@ -47,6 +49,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     adam = init_adam(params)
     new, state, norm = adamw(params, adam, {"w": jnp.asarray([1.0, bad])}, 0.1, OPTIM)
     assert not np.isfinite(norm) and new["w"].tolist() == [1, 1] and state["count"] == 0 and not state["mu"]["w"].any()
+
+
+def test_a_step_can_be_skipped():
+    params = {"w": jnp.ones(2)}
+    for skip in (False, True):
+        new, state, norm = adamw(params, init_adam(params), {"w": jnp.ones(2)}, 0.1, OPTIM, skip=jnp.bool_(skip))
+        assert (new["w"].tolist() == [1, 1]) == skip == (int(state["count"]) == 0) and np.isfinite(norm)
 
 
 def test_schedules():

@@ -70,7 +70,7 @@ def as_answer(setting: Setting, prompt: Prompt, completion: Completion, purpose:
         finish_reason=completion.finish_reason,
         ground_truth=problem.ground_truth,
         extra=problem.extra,
-        validation=purpose == "validation",
+        validation=purpose != "train",
         prompt=setting.tokenizer.decode(prompt.ids.tolist()),
         ending=setting.tokenizer.decode(ended.tolist()),
     )

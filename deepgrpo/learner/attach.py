@@ -1,4 +1,7 @@
-"""Teacher rows: the teacher's continuation of an injected state, trained beside the students' own attempts."""
+"""Teacher rows: the teacher's continuation of a state, trained beside the students' own attempts.
+
+`attach`: of injected hard states (the forest). `join`: of states that are branched from once (the pool of suffixes).
+"""
 
 import dataclasses
 import math
@@ -9,7 +12,7 @@ import numpy as np
 
 from deepgrpo.learner.advantages import group_advantages, snis_weight
 from deepgrpo.learner.objective import MAIN, TEACHER
-from deepgrpo.learner.rows import NEGLIGIBLE, Row
+from deepgrpo.learner.rows import NEGLIGIBLE, Overlong, Row
 from deepgrpo.types import Group, Ids
 
 # What can become of an injected group. `no_teacher_loss`: the null arm, where a row would carry no gradient.
@@ -126,7 +129,7 @@ def attach(
     made: list[Row] = []
     seen: list[tuple[list[Row], float | None, Attachment]] = []
     for group in groups:
-        if not group.prompt.injected:
+        if not group.prompt.injected or group.prompt.stream != "main":
             continue
         members = students.get(group.prompt.group_id, [])
         suffix, reward = continuations.get(group.prompt.group_id, (None, None))
@@ -144,6 +147,63 @@ def attach(
         if attached.outcome == BUILT:
             made.append(teacher_row(group, attached, reward, teacher_loss))
     return [*rows, *made], attachment_metrics(rows, made, seen, teacher_loss)
+
+
+def joint_advantages(
+    student_rewards: Sequence[float], teacher_reward: float, teacher_loss: str, mode: str
+) -> tuple[np.ndarray, float]:
+    """Advantages of a state's student continuations, float64[n], and of the teacher's suffix of it, in the pool of suffixes.
+
+    Luffy and null: all are one group. sft: the students are a group of their own; the teacher's is relative to their mean and
+    enters no loss. Without students the teacher's is 1.
+    """
+    if not len(student_rewards):
+        return np.zeros(0), 1.0
+    if teacher_loss == "sft":
+        students = group_advantages(student_rewards, [0] * len(student_rewards), mode)
+        return students, teacher_reward - float(np.mean(student_rewards))
+    together = group_advantages([*student_rewards, teacher_reward], [0] * (len(student_rewards) + 1), mode)
+    return together[:-1], float(together[-1])
+
+
+def join(
+    rows: Sequence[Row],
+    groups: Sequence[Group],
+    continuations: Mapping[str, Continuation],
+    *,
+    teacher_loss: str,
+    advantage: str,
+    stop_ids: Sequence[int],
+    max_model_len: int,
+    overlong: Overlong = Overlong(),  # noqa: B008
+) -> tuple[list[Row], dict[str, float]]:
+    """Adds the teacher's suffix as a row to every group that has one, and takes it into the group (`joint_advantages`).
+
+    Args:
+      rows: of all groups from `rows_from_groups(groups, advantage, overlong)`. continuations, stop_ids: as in `attach`.
+      advantage: objective.advantage.
+
+    Returns:
+      (rows, in which the students of these groups have new advantages, and teacher rows; metrics `teacher/*`).
+    """
+    out, made, too_long = list(rows), [], 0
+    places: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        places.setdefault(row.group_id, []).append(i)
+    for group in groups:
+        name = group.prompt.group_id
+        if name not in continuations:
+            continue
+        suffix, reward = continuations[name]
+        if len(group.prompt.ids) + len(closed(suffix, stop_ids)) > max_model_len:
+            too_long += 1
+            continue
+        rewards = [overlong.reward(group, rollout) for rollout in overlong.trained(group)]
+        students, teacher = joint_advantages(rewards, reward, teacher_loss, advantage)
+        for i, value in zip(places.get(name, ()), students, strict=True):
+            out[i] = dataclasses.replace(rows[i], advantage=float(value))
+        made.append(_row(group.prompt.ids, closed(suffix, stop_ids), teacher, name, reward))
+    return out + made, {"teacher/rows_built": float(len(made)), "teacher/suffix_too_long": float(too_long)}
 
 
 def closed(suffix_ids: Ids, stop_ids: Sequence[int]) -> Ids:

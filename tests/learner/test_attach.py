@@ -70,6 +70,19 @@ def test_rows_and_counters():
     assert {name: metrics[f"prefix_luffy/{name}"] for name in expected} == pytest.approx(expected)
 
 
+def test_joining_needs_room_and_takes_the_configured_advantage():
+    whole = group([0.0, 0.0, 1.0], "b", (7,))
+    rows = rows_lib.rows_from_groups([whole], "rloo")
+    fields = dict(teacher_loss="luffy", advantage="rloo", stop_ids=(9,))
+    out, metrics = attach.join(rows, [whole], {"b": (SUFFIX, 1.0)}, max_model_len=5, **fields)
+    assert [row.advantage for row in out[:3]] == pytest.approx([-2 / 3, -2 / 3, 2 / 3]) and out[3].teacher_coef == pytest.approx(
+        2 / 3
+    )
+    assert metrics == {"teacher/rows_built": 1.0, "teacher/suffix_too_long": 0.0}
+    out, metrics = attach.join(rows, [whole], {"b": (SUFFIX, 1.0)}, max_model_len=4, **fields)
+    assert out == rows and metrics["teacher/suffix_too_long"] == 1.0
+
+
 def test_arms():
     groups = [group([0.0, 0.0], "b", (7,))]
     found = attach.find_continuations(groups, lambda node: (SUFFIX, 1.0))

@@ -149,7 +149,7 @@ def clean(raw: str) -> str:
         text = _ENVIRONMENT.sub("", text).replace("&", " ")
     text = _notations(text)
     text = re.sub(r"\\d?frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}", _repeating, text)
+    text = re.sub(r"(?<!\d)(\d*)\.(\d*)\\overline\s*\{(\d+)\}", _repeating, text)
     text = re.sub(r"(?<![\d.,/])(\d+) (\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}", text)  # 7 1/2
     text = _COMMAND.sub(lambda m: _rename(m), text)
     text = _mark_text(text)

@@ -7,7 +7,7 @@ One step, in the order of the banners below:
     prompts  = dataset prompts + hard states                  hard states are added, they do not replace (config: injection_mode)
     groups   = loop(prompts)                                  G rollouts each, graded as they finish
     curriculum.observe(groups)                                mastered -> retired; failed -> teacher queue
-    rows     = rows(groups)                                   advantages r - mean(group), rows without gradient dropped
+    rows     = training_rows(groups)                          advantages r - mean(group), teacher rows, no rows without gradient
     learner.update(rows)                                      M optimizer steps of the clipped objective
     publish(learner.policy)                                   the next rollouts are on-policy
     validate / log / checkpoint
@@ -34,13 +34,14 @@ import threading  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from deepgrpo.curriculum import chain, flat, forest, none  # noqa: E402
+from deepgrpo.curriculum import chain, flat, forest, none, suffix_sft  # noqa: E402
 from deepgrpo.data import dataset as dataset_lib  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
 from deepgrpo.learner import distributed, sharding  # noqa: E402
-from deepgrpo.learner import rows as rows_lib  # noqa: E402
+from deepgrpo.learner.attach import find_continuations  # noqa: E402
 from deepgrpo.learner.learner import Learner, PendingUpdate  # noqa: E402
 from deepgrpo.learner.minibatch import step_rows  # noqa: E402
+from deepgrpo.learner.training_rows import training_rows  # noqa: E402
 from deepgrpo.loops import reasoning  # noqa: E402
 from deepgrpo.loops.base import Setting, with_sampling  # noqa: E402
 from deepgrpo.model.config import ModelConfig  # noqa: E402
@@ -174,6 +175,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         return
     loop = LOOPS[config.loop]
     curriculum = CURRICULA[config.curriculum.pool](config)
+    suffixes = suffix_sft.create(config, curriculum, learner.update_teacher, stop_ids)
     teacher = None
     if config.teacher.enabled and config.curriculum.pool != "none":
         teacher = open_teacher(
@@ -194,6 +196,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         dataset.restore(host["dataset"])
         grading.restore(host["grading"])
         curriculum.restore(folder / "curriculum")
+        suffixes.restore(host["suffix_sft"])
         if teacher:
             teacher.restore(host["teacher"])
         step, student_tokens = host["step"], host["student_tokens"]
@@ -250,7 +253,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
 
     def save() -> None:
         host = {"step": step, "student_tokens": student_tokens, "dataset": dataset.state(), "learner": learner.host_state()}
-        host["grading"] = grading.state()
+        host |= {"grading": grading.state(), "suffix_sft": suffixes.state()}
         if teacher:
             host["teacher"] = teacher.state()
         metrics_file.sync()
@@ -300,6 +303,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             ########################################################################################################
             if teacher:
                 teacher.step = step
+            continuations = find_continuations(groups, curriculum.continuation)
             metrics = curriculum.observe(groups, step)
             if teacher:
                 with timer("teacher_wait"):
@@ -312,20 +316,20 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             last = done()
             validates = bool(held_out) and config.validation.every > 0 and (last or step % config.validation.every == 0)
             saves = last or (keep.every > 0 and step % keep.every == 0)
-            epoch = dataset.epoch
+            epoch, ended = dataset.epoch, dataset.epoch + dataset.last_of_epoch
             if rollout.max_staleness and not (saves or validates or stop.is_set()):  # a checkpoint holds no half-made step
                 ahead = others.submit(roll_out, setting_of_others, draw(step + 1), step + 1)
             oldest = min((r.completion.version for group in groups for r in group.rollouts), default=versions[-1])
             metrics["rollout_mismatch/staleness"] = sum(version > oldest for version in versions)
-            every_row = rows_lib.rows_from_groups(groups, config.objective.advantage)
-            rows = rows_lib.keep_rows(every_row)
+            rows, of_rows = training_rows(groups, continuations, config, stop_ids)
             update = learner.start_update(rows, step)
+            of_suffixes = suffixes.train(rows, step, ended, last)  # the sft arm's own optimizer steps, when they are due
             if late:
                 write_log(*late)
             if ahead:
                 with timer("gen"):
                     concurrent.futures.wait([ahead])  # one step's rollouts are of one policy
-            if rows:
+            if rows or suffixes.steps:
                 with timer("publish"):
                     publish(learner.policy, step)
                 versions = [versions[-1], step]
@@ -337,8 +341,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
                 metrics |= validate(step)
             if not ahead:
                 update.metrics()  # waits for the devices, which is part of the step
-        metrics |= rows_lib.data_metrics(every_row, rollout.max_model_len) | rows_lib.filter_metrics(every_row, rows)
-        metrics |= statistics.group_statistics(groups, config.rewards.threshold) | curriculum.metrics() | part_means(groups)
+        metrics |= statistics.group_statistics(groups, config.rewards.threshold) | part_means(groups)
+        metrics |= of_rows | curriculum.metrics() | of_suffixes
         metrics |= (teacher.metrics() if teacher else {}) | grading.metrics() | engine.metrics() | timer.metrics()
         metrics |= {"training/global_step": step, "training/epoch": epoch, "training/student_tokens": student_tokens}
         late = (step, metrics, update)

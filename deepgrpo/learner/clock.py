@@ -1,7 +1,8 @@
-"""How long the devices work on what was enqueued, while the host goes on."""
+"""Work that the devices still do while the host goes on: how long it takes, and what it comes to."""
 
 import concurrent.futures
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,3 +28,18 @@ class DeviceClock:
         seconds = end - max(begun, self._free)
         self._free = end
         return seconds
+
+
+class PendingUpdate:
+    """An update that the devices may still be working on."""
+
+    def __init__(self, finish: Callable[[], dict[str, float]]):
+        self._finish = finish
+        self._metrics: dict[str, float] | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Waits for the devices, the first time, and returns the update's metrics."""
+        if self._metrics is None:
+            self._metrics = self._finish()
+            self._finish = None  # what it holds may go
+        return dict(self._metrics)

@@ -124,7 +124,9 @@ def _reach(greeting: Mapping[str, Any]) -> connection.Connection:
             return connection.Client((host, greeting["port"]), authkey=greeting["key"].encode())
         except OSError as error:
             failures.append(f"{host}: {error}")
-    raise ConnectionError(f"process 0 cannot be reached at port {greeting['port']}: {'; '.join(failures)}. Set learner.coordinator")
+    raise ConnectionError(
+        f"process 0 cannot be reached at port {greeting['port']}: {'; '.join(failures)}. Set learner.coordinator"
+    )
 
 
 def _addresses(coordinator: str) -> list[str]:

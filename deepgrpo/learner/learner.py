@@ -13,15 +13,15 @@ from jax.sharding import Mesh
 
 from deepgrpo.learner import distributed, flops, packing, report, sharding
 from deepgrpo.learner import step as step_lib
-from deepgrpo.learner.clock import DeviceClock
+from deepgrpo.learner.clock import DeviceClock, PendingUpdate
 from deepgrpo.learner.minibatch import most_rows, partition, shuffled
 from deepgrpo.learner.objective import MAIN, STREAMS, TEACHER, Objective
 from deepgrpo.learner.optim import Optim, learning_rate
 from deepgrpo.learner.packing import Batch, Shape
 from deepgrpo.learner.programs import Programs
 from deepgrpo.learner.rows import Row
-from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.attention import choose_backend
+from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import Placement, Transformer
 from deepgrpo.types import Ids, as_ids
 
@@ -167,8 +167,8 @@ class Learner:
         self._state = placed
 
     def host_state(self) -> dict[str, int]:
-        """Counters that resume: training steps of the schedule, optimizer steps, steps and updates that were skipped. Waits for an
-        update that is under way."""
+        """Counters that resume: training steps of the schedule, optimizer steps, steps and updates that were skipped. Waits for
+        an update that is under way."""
         if self._running:
             self._running.metrics()
         return dict(self._host)
@@ -191,7 +191,7 @@ class Learner:
         """`start_update`, and waits for its metrics."""
         return self.start_update(rows, step).metrics()
 
-    def start_update(self, rows: Sequence[Row], step: int) -> "PendingUpdate":
+    def start_update(self, rows: Sequence[Row], step: int) -> PendingUpdate:
         """Trains on the rows of training step `step`, without waiting for the devices: `policy` may be used at once, and
         `metrics()` of the result waits for what is then called `actor/*`, `rollout_mismatch/*`, `perf/*` and `timing_s/*`.
 
@@ -211,29 +211,16 @@ class Learner:
             self._channel.send("update", fields | {"step": step}, arrays)
         return self._start_update(rows, step)
 
-    def _start_update(self, rows: Sequence[Row], step: int) -> "PendingUpdate":
+    def _start_update(self, rows: Sequence[Row], step: int) -> PendingUpdate:
         mini_batches = self._mini_batches(rows, step)
         if not mini_batches:
             self._host["skipped_updates"] += 1
-            skipped = {
-                "training/all_chains_empty_skip": float(not rows),
-                "training/skipped_updates": self._host["skipped_updates"],
-            }
-            skipped |= {"actor/optimizer_steps": 0.0, "actor/total_mini_batch_steps": 0.0, "actor/lr_scheduler_step": 0.0}
-            return PendingUpdate(lambda: skipped)
+            return PendingUpdate(functools.partial(report.skipped_update, not rows, self._host["skipped_updates"]))
         start = time.monotonic()
         batches = self._layout(mini_batches)
         device = [self._place(batch) for batch in batches]
         metrics = report.batch_metrics(batches) | {"timing_s/pack": time.monotonic() - start}
-        waited, count = self.programs.waited, self.programs.count
-        for arrays in device:  # what is not compiled yet is waited for now, so that no clock below counts it
-            self._program("train_step", arrays)
-        metrics |= {
-            "perf/compilations": float(self.programs.count),
-            "perf/new_compilations": float(self.programs.count - count),
-            "perf/recompilations": float(self.programs.recompilations),
-            "timing_s/compile": self.programs.waited - waited,
-        }
+        metrics |= self._wait_for_programs(device)
         times = {"timing_s/ref": self._reference_pass(batches, device), "timing_s/old_log_prob": self._old_pass(batches, device)}
         lr = learning_rate(self.optim, self._host["schedule_step"], self.total_steps)
         self._host["schedule_step"] += 1
@@ -248,13 +235,27 @@ class Learner:
             "training/skipped_updates": float(self._host["skipped_updates"]),
         }
         work = flops.of_update(self.model.config, mini_batches, [batch.tokens for batch in batches])
-        before, self._running = (
-            self._running,
-            PendingUpdate(functools.partial(self._finish, results, mini_batches, metrics, times, work)),
-        )
+        before = self._running
+        self._running = PendingUpdate(functools.partial(self._finish, results, mini_batches, metrics, times, work))
         if before:
             before.metrics()  # at most two updates are under way: the host cannot run away from its devices
         return self._running
+
+    def _wait_for_programs(self, device: list[dict[str, jax.Array]]) -> dict[str, float]:
+        """Waits for what is not compiled yet, so that no clock of the devices counts it; returns metrics of that."""
+        waited, count = self.programs.waited, self.programs.count
+        for i, arrays in enumerate(device):
+            self._program("train_step", arrays)
+            if self._reference is not None:
+                self._program(self._score_program(self._reference), arrays)
+            if i:
+                self._program("score", arrays)
+        return {
+            "perf/compilations": float(self.programs.count),
+            "perf/new_compilations": float(self.programs.count - count),
+            "perf/recompilations": float(self.programs.recompilations),
+            "timing_s/compile": self.programs.waited - waited,
+        }
 
     def _reference_pass(self, batches: list[Batch], device: list[dict[str, jax.Array]]) -> Future:
         """Enqueues the reference's log-probs of all mini-batches; a future of the seconds that they take."""
@@ -444,7 +445,6 @@ class Learner:
         arrays = batch.arrays | {"old_logp": zeros, "ref_logp": zeros}
         return sharding.put(arrays, sharding.micro_batches(self.mesh))
 
-
     ##################################################################################################################
     #  Several processes
     ##################################################################################################################
@@ -478,18 +478,3 @@ class Learner:
 
 def as_float32(x: Any) -> Any:
     return x.astype(np.float32)
-
-
-class PendingUpdate:
-    """An update that the devices may still be working on."""
-
-    def __init__(self, finish: Callable[[], dict[str, float]]):
-        self._finish = finish
-        self._metrics: dict[str, float] | None = None
-
-    def metrics(self) -> dict[str, float]:
-        """Waits for the devices, the first time, and returns the update's metrics."""
-        if self._metrics is None:
-            self._metrics = self._finish()
-            self._finish = None  # what it holds may go
-        return dict(self._metrics)

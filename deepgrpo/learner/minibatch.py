@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,18 @@ class MiniBatch:
 def balanced(n: int, parts: int) -> list[int]:
     """Sizes of `parts` slices of n rows that differ by at most one, larger ones first."""
     return [n // parts + (i < n % parts) for i in range(parts)]
+
+
+def step_rows(config: Any) -> tuple[int, int]:
+    """The most (students' main, teacher) rows that a training step of a configuration has: every rollout has a gradient, and
+    every state a teacher row. Branches are not foreseen."""
+    batch, n, curriculum = config.data.batch_size, config.rollout.n, config.curriculum
+    if curriculum.pool == "none":
+        return batch * n, 0
+    states = injection_count(batch, curriculum.injection_ratio, batch)
+    extra = states * (curriculum.rollout_n or n)
+    dataset = (batch - states if curriculum.injection_mode == "replace" else batch) * n
+    return max(batch * n, dataset + extra), states if config.objective.teacher_loss != "null" else 0
 
 
 def most_rows(main: int, other: int, mini_batch_rows: int) -> int:

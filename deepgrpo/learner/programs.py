@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from deepgrpo.learner import policy as policies
 from deepgrpo.learner import packing, sharding, step
+from deepgrpo.learner import policy as policies
 from deepgrpo.learner.objective import Objective
 from deepgrpo.learner.optim import Optim
 from deepgrpo.learner.packing import Shape

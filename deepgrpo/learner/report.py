@@ -64,6 +64,12 @@ def teacher_metrics(results: Sequence[dict[str, Any]], mini_batches: Sequence[Se
     return metrics | {"actor/teacher_chain/post_sft_lr": lr, "actor/teacher_chain/mb_samples": samples}
 
 
+def skipped_update(no_rows: bool, skipped: int) -> dict[str, float]:
+    """Metrics of an update without a mini-batch. skipped: updates so far that had none."""
+    nothing = dict.fromkeys(("actor/optimizer_steps", "actor/total_mini_batch_steps", "actor/lr_scheduler_step"), 0.0)
+    return nothing | {"training/all_chains_empty_skip": float(no_rows), "training/skipped_updates": float(skipped)}
+
+
 def batch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     """Tokens of the network's input in one epoch over the mini-batches, the share of padding in what was computed, and the share
     of the rows' tokens that shared prefixes spared."""

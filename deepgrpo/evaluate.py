@@ -90,13 +90,13 @@ from deepgrpo.learner import sharding  # noqa: E402
 from deepgrpo.loops import reasoning  # noqa: E402
 from deepgrpo.loops.base import Setting  # noqa: E402
 from deepgrpo.rewards.grade import check_sources, rubric_of  # noqa: E402
-from deepgrpo.rewards.service import GradingService  # noqa: E402
+from deepgrpo.rewards.setup import open_grading  # noqa: E402
 from deepgrpo.rollout.engine import Sampling  # noqa: E402
 from deepgrpo.telemetry import answers as answers_lib  # noqa: E402
 from deepgrpo.telemetry import compare as compare_lib  # noqa: E402
 from deepgrpo.telemetry import evaluation_tables as tables  # noqa: E402
 from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
-from deepgrpo.telemetry.regrade import Marks, grader_version, regrade, result_of  # noqa: E402
+from deepgrpo.telemetry.regrade import Marks, NotOffline, grader_version, regrade, result_of  # noqa: E402
 from deepgrpo.types import Problem, Prompt  # noqa: E402
 from deepgrpo.weights import best, fixed, runs  # noqa: E402
 from deepgrpo.weights.setup import open_engine  # noqa: E402
@@ -177,9 +177,8 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack) -> di
             keys.temperature, keys.top_p, keys.top_k, stop_ids, rollout.max_model_len, keys.max_new_tokens or None
         )
         engine = open_policy(config, step, stack, tokenizer, sampling, [p.prompt_ids for ps in loaded.values() for p in ps], out)
-        rewards = config.rewards
-        service = GradingService(rewards.workers, rewards.deadline, set(files), rubric, rewards.waiting_workers)
-        marks = Marks(stack.enter_context(service), keys.truncated)
+        service = open_grading(config, stack, set(files), out / "judge")
+        marks = Marks(service, keys.truncated)
         setting = Setting(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * service.deadline)
         for spec, start in missing:
             part = loaded[spec][start : start + keys.chunk]
@@ -275,5 +274,5 @@ if __name__ == "__main__":
             print(changes)
         else:
             main(CONFIG, STEP, ARGS.out)
-    except (answers_lib.OtherSettings, FileNotFoundError) as error:
+    except (answers_lib.OtherSettings, NotOffline, FileNotFoundError) as error:
         raise SystemExit(f"error: {error}") from error

@@ -65,7 +65,7 @@ def test_result(evaluated, capsys):
     assert json.loads((out / answers.RESULT).read_text()) == result
     assert {name: entry["problems"] for name, entry in protocol["sets"].items()} == {"arithmetic": 10, "carry_chain": 3}
     assert set(scores["arithmetic"]["scores"]) == {"avg@4", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"}
-    assert scores["arithmetic"]["second"]["problems"] == 10 and result["second_grader"] == "compat_fast"
+    assert scores["arithmetic"]["second"] is None and result["second_grader"] == "compat_fast"  # no mathematics of the reference
     assert scores["mean"]["scores"]["avg@4"]["problems"] == 13 and scores["arithmetic"]["excluded"] == 0
     lines = answers.read_lines(out / answers.ANSWERS)
     assert len(lines) == 13 and {len(line["answers"]) for line in lines} == {4}
@@ -120,6 +120,18 @@ def test_marked_again(evaluated, monkeypatch):
     again, changes = regrade.regrade(out)
     assert again["protocol"]["grader"] == "new" and (out / "regraded-typed-new.json").is_file() and changes[0] != "0"
     assert json.loads((out / answers.RESULT).read_text()) == result
+
+
+def test_the_references_rule_beside_ours(evaluated):
+    answer = {"response": "\\boxed{-2,1}", "ending": "", "tokens": 5, "finish_reason": "stop", "reward": 1.0, "reason": "right"}
+    entry = {"set": "MATH", "id": "0", "data_source": "MATH", "question": "Roots?", "ground_truth": ["1,-2"], "extra": {}}
+    entry |= {"prompt": "Roots? \\boxed{}", "answers": [answer | {"answer": "-2,1"}]}
+    protocol = evaluated[1]["protocol"] | {"sets": {"MATH": {}}, "n": 1}
+    found = regrade.result_of({"protocol": protocol, "left_out": {}, "second_grader": "compat_fast"}, [entry])["scores"]["MATH"]
+    assert (found["scores"]["avg@1"]["mean"], found["second"]["mean"]) == (1.0, 0.0)  # the deployed rule keeps a list's order
+    entry["data_source"] = "ds1000"
+    with pytest.raises(regrade.NotOffline, match="ds1000: marked by a judge or by running a program"):
+        regrade.mark_again([entry], protocol, 1, 5.0)
 
 
 def test_vllm_gives_the_same_greedy_answers(model, tmp_path, monkeypatch):

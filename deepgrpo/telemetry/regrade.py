@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from deepgrpo.rewards.grade import Answer
+from deepgrpo.rewards.grade import Answer, external_sources, grader_of
 from deepgrpo.rewards.rubric import Rubric
 from deepgrpo.rewards.service import GradingService
 from deepgrpo.telemetry import answers as answers_lib
@@ -31,6 +31,10 @@ def grader_version() -> str:
     return f"{digest.hexdigest()[:12]} ({packages})"
 
 
+class NotOffline(ValueError):
+    """These answers cannot be marked again from what is on disk."""
+
+
 class Marks:
     """A grading service as an evaluation wants it: no bonuses of training, and what was cut off as the protocol says.
 
@@ -48,10 +52,19 @@ class Marks:
 def mark_again(
     entries: Sequence[Mapping[str, Any]], protocol: Mapping[str, Any], workers: int, deadline: float
 ) -> tuple[list, int]:
-    """The answers with the verdicts of the present graders under the protocol's rubric, and how many verdicts changed."""
+    """The answers with the verdicts of the present graders under the protocol's rubric, and how many verdicts changed.
+
+    Raises:
+      NotOffline: a source is marked by a judge or by running a program.
+    """
     entries, changed = json.loads(json.dumps(entries)), 0
-    rubric = rubric_from(protocol["rubric"])
-    with GradingService(workers, deadline, {entry["data_source"] for entry in entries}, rubric) as service:
+    rubric, sources = rubric_from(protocol["rubric"]), {entry["data_source"] for entry in entries}
+    if outside := external_sources(sources, rubric):
+        raise NotOffline(
+            f"{', '.join(sorted(outside))}: marked by a judge or by running a program, which marking again does not do; "
+            "evaluate into a new --out"
+        )
+    with GradingService(workers, deadline, sources, rubric) as service:
         marks, waiting = Marks(service, protocol["truncated"]), []
         for entry in entries:
             shared = {key: entry[key] for key in ("data_source", "question", "ground_truth", "extra", "prompt")}
@@ -76,7 +89,7 @@ def result_of(
 ) -> dict[str, Any]:
     """Scores of an evaluation's answers. Where the settings name a second grader, its means stand beside the others' ("second").
 
-    workers, deadline: of the second grader.
+    Only sources of mathematics have a second grader. workers, deadline: of it.
     """
     protocol, second = settings["protocol"], settings["second_grader"]
     names = list(protocol["sets"])
@@ -90,9 +103,13 @@ def result_of(
         lengths = [answer["tokens"] for entry in entries if entry["set"] == name for answer in entry["answers"]]
         scores[name]["response_tokens"] = float(np.mean(lengths)) if lengths else 0.0
     if second:
-        other = protocol | {"rubric": protocol["rubric"] | {"grader": second}}
-        for name, entry in scores_of(mark_again(entries, other, workers, deadline)[0], other).items():
-            scores[name]["second"] = entry["scores"].get(f"avg@{protocol['n']}")
+        rubric = rubric_from(protocol["rubric"] | {"grader": second})
+        again = [entry for entry in entries if grader_of(entry["data_source"], rubric).family]
+        other = protocol | {"rubric": dataclasses.asdict(rubric)}
+        marked = scores_of(mark_again(again, other, workers, deadline)[0], other) if again else {}
+        for name in scores:
+            complete = name in marked and (name != "mean" or len(again) == len(entries))
+            scores[name]["second"] = marked[name]["scores"].get(f"avg@{protocol['n']}") if complete else None
     return {**settings, "scores": scores, "items": answers_lib.items_of(entries, names)}
 
 

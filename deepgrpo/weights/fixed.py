@@ -29,6 +29,9 @@ class FixedPolicy:
         self.policy, self.model = params, Transformer(config, dtype=jnp.dtype(dtype))
         self.num_real_ids, self.temperature = num_real_ids, temperature
 
+    def announce(self, name: str, **fields: Any) -> None:
+        """An evaluation is one process: there are no others to tell."""
+
     def score(self, sequences: Sequence[tuple[Ids, Ids]]) -> list[np.ndarray]:
         """Log-probs of responses given their prompts: float32[len(response)] each."""
         return self.start_score(sequences)()

@@ -177,7 +177,7 @@ def _notations(text: str) -> str:
     text = re.sub(r"(?<=[)\]}])\s*-\s*(?=\\\{)", r"\\setminus ", text)
     text = re.sub(r"(?<![A-Za-z\\])inf(?:ty|inity)?(?![A-Za-z])", r"\\infty ", text)
     text = re.sub(r"(?:\{\s*\})?_\s*(?:\{([^{}]+)\}|(\w))\s*C\s*_\s*(?:\{([^{}]+)\}|(\w))", _combinations, text)
-    text = re.sub(r"(?<![\d.,])(\d*)\.(\d*)(?:\\dot\s*\{?(\d)\}?|\((\d+)\))(?![\d.])", _dotted, text)
+    text = re.sub(r"(?<![\d.,])(\d*)\.(\d*)(?:\\dot\s*\{?(\d)\}?|\((\d+)\))(?!\d|\.\d)", _dotted, text)
     text = re.sub(r"(?<![A-Za-z\\])d([A-Za-z])\s*/\s*d([A-Za-z])(?![A-Za-z])", r"\\frac{d\1}{d\2}", text)
     return re.sub(r"\\(d?dot)\s*(?:\{\s*([A-Za-z])\s*\}|\s([A-Za-z]))(?!\s*_)", _dots_as_primes, text)
 

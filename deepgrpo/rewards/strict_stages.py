@@ -20,8 +20,8 @@ class _GivesUp(Exception):
 _UNITS = [f"{letter} ." for letter in "abcdgq"]  # meant as abbreviations, used as patterns: the dot is any character
 _UNITS += (
     "degree mile mph foot feet inch inches yard acre hectare meter metre centimeter millimeter kilometer cm mm km ft square sq "
-    "cubic second sec minute min hour hr day week month year am pm gram gm kg kilogram mg pound lb ounce oz ton dollar cent rupee "
-    "rs euro liter litre ml gallon percent unit point person people men women by per st nd rd th deg prime "
+    "cubic second sec minute min hour hr day week month year am pm gram gm kg kilogram mg pound lb ounce oz ton dollar cent "
+    "rupee rs euro liter litre ml gallon percent unit point person people men women by per st nd rd th deg prime "
     "ab bc mp a c d g h l m o s t"
 ).split()
 

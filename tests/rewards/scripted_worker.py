@@ -25,7 +25,13 @@ def scripted(answer):
     return Grade(1.0, True, "right", str(os.getpid()))
 
 
-grade.GRADERS["GSM8K"] = grade.Grader("scripted_worker:scripted", "####")
+def patient(answer):
+    time.sleep(1.5 if answer.response == "ask a judge" else 60)
+    return 0.5
+
+
+patient.seconds, patient.waits = 40.0, True
 
 if __name__ == "__main__":
+    grade.GRADERS["GSM8K"] = grade.Grader("scripted_worker:scripted", "####")
     worker.main(int(sys.argv[1]), sys.argv[2])

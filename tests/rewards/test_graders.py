@@ -69,6 +69,64 @@ def test_final_number(text, number):
     assert gsm8k.final_number(text.split("<|")[0])[0] == number
 
 
+def test_headings_are_no_marks():
+    steps = "### Step 1: 3 + 4 = 7\n#### Step 2\n9 * 2 = 18\n"
+    assert graded("GSM8K", steps + "#### 18", "18").reward == graded("GSM8K", "####\n18", "18").reward == 1
+    assert graded("GSM8K", "#### 18 or 19", "18").reason == "hedge"
+    assert graded("GSM8K", "#### 70 000", "70000").reward == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (r"so \boxed{\frac12}", "right"),
+        ("The final answer is 0.5.", "right"),
+        ("Hence the answer is: $\\frac{2}{4}$. Done.", "right"),
+        (r"The answer is \boxed{3}. Of these, the answer is 0.5.", "wrong"),
+        (r"\boxed{3} or \boxed{0.5}", "wrong"),
+        ("We tried 0.25 and 0.5.", "unformatted"),
+        ("", "unformatted"),
+    ],
+)
+def test_deepscaler_takes_a_box_or_a_declared_answer(text, reason):
+    assert graded("DeepScaleR", text, [r"\frac{1}{2}"]).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "lenient"),
+    [
+        ("so it is 5.</think> <answer>5</answer>", "right", "right"),
+        (r"</think> <answer> The answer is \boxed{5}. </answer><|im_end|>", "right", "right"),
+        ("</think>\n<answer>5</answer>", "unformatted", "right"),
+        ("</think> <answer>6</answer>", "wrong", "wrong"),
+        ("</think> <answer>5</answer> <answer>6</answer>", "wrong", "wrong"),
+        ("</think> <answer>5", "unformatted", "unformatted"),
+        (r"</think> \boxed{5}", "unformatted", "unformatted"),
+    ],
+)
+def test_answer_tags(text, strict, lenient):
+    for extract, reason in (("answer_tag", strict), ("answer_tag_lenient", lenient)):
+        for source, key in (("MATH", ["5"]), ("GSM8K", "5")):
+            answer = Answer(source, "", "I think ", text, "stop", key)
+            assert graders.grade(answer, graders.Rubric(extract=extract)).reason == reason
+    stated = Answer("MATH", "", "</think> <answer>5</answer>", "", "stop", ["5"])  # by the locked prefix
+    assert graders.grade(stated, graders.Rubric(extract="answer_tag")).reward == 0
+    assert graders.leaks_answer("MATH", stated.prefix)
+
+
+def test_only_the_mark_counts_where_the_rubric_says_so():
+    strict = graders.Rubric(extract="mark")
+    assert graders.grade(Answer("GSM8K", "", "", "#### 18", "stop", "18"), strict).reward == 1
+    assert graders.grade(Answer("GSM8K", "", "", "The answer is 18", "stop", "18"), strict).reason == "unformatted"
+
+
+def test_every_source_has_its_grader_and_its_leaks():
+    for source, grader in graders.GRADERS.items():
+        assert not graders.leaks_answer(source, "First we add three and four, ")
+        if not grader.external:
+            assert callable(graders.resolve(grader.path)) and graders.resolve(grader.compatible or grader.path)
+
+
 def test_sum_is_checked_line_by_line():
     question, right = "4 + 5 + 3 = ?", solution([4, 5, 3])
     assert right == "4 + 5 = 9\n9 + 3 = 12\n#### 12"

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import os
 import pathlib
 import signal
@@ -13,7 +14,9 @@ import pytest
 
 from deepgrpo.rewards import service as service_lib
 from deepgrpo.rewards.answer import Answer
+from deepgrpo.rewards.rubric import Rubric
 from deepgrpo.rewards.service import GradingService
+from deepgrpo.types import Grade
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -81,6 +84,41 @@ def test_a_worker_that_is_killed_or_stopped_is_replaced(scripted):
         os.kill(pid, blow)
         grade = scripted.submit(number("fine")).result(60)
         assert grade.reward == 1.0 and int(grade.answer) != pid
+
+
+def test_graders_that_wait_have_workers_and_deadlines_of_their_own(monkeypatch):
+    monkeypatch.setattr(service_lib, "WORKER", "scripted_worker")
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parent)
+    rubric = Rubric(graders=("JUDGED=scripted_worker:patient",))
+    with GradingService(1, 1.0, ["GSM8K", "JUDGED"], rubric, waiting_workers=2) as service:
+        assert service.deadline == 40.0
+        judged = dataclasses.replace(number("ask a judge"), data_source="JUDGED")
+        slow = [service.submit(judged), service.submit(dataclasses.replace(judged, response="ask a slow one"))]
+        assert service.submit(number("fine")).result(60).reward == 1.0
+        assert not any(future.done() for future in slow)
+        assert slow[0].result(60).reward == 0.5  # past rewards.deadline
+        closing = time.monotonic()
+    assert (slow[1].result(0).reward, slow[1].result(0).reason) == (None, "closed")
+    assert time.monotonic() - closing < 20  # it did not wait for the minute that the other takes
+
+
+def test_sources_that_are_marked_outside_go_there_and_their_total_is_weighted_here():
+    with pytest.raises(ValueError, match="research: marked by a judge .*open_grading"):
+        GradingService(1, 1.0, ["research", "GSM8K"])
+
+    class Outside:
+        def submit(self, answer):
+            future = concurrent.futures.Future()
+            future.set_result(Grade(0.25, True, "judged"))
+            return future
+
+        def metrics(self):
+            return {"grading/answers": 1.0, "judge/marks": 1.0}
+
+    report = dataclasses.replace(number("<answer>a report</answer>"), data_source="research")
+    with GradingService(1, 20.0, ["research", "GSM8K"], Rubric(extra=("format=1",)), external=Outside()) as service:
+        assert service.submit(report).result(60) == Grade(1.25, True, "judged", parts=(("task", 0.25), ("format", 1.0)))
+        assert service.metrics()["judge/marks"] == 1 and service.metrics()["grading/answers"] == 2
 
 
 def test_closing_cancels_what_waits_and_leaves_no_process(scripted):

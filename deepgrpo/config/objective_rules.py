@@ -42,6 +42,8 @@ RANGES = {
     "rollout.dynamic_sampling": "[0, inf)",
 }
 
+KEEP_SUFFIXES = ("forest", "suffixes")  # pools that keep the teacher's continuations
+
 Rule = tuple[tuple[str, ...], bool, str]
 
 
@@ -141,8 +143,8 @@ def teacher_row_rules(config: config_dict.ConfigDict) -> list[Rule]:
         ),
         (
             ("objective.teacher_loss", "curriculum.pool"),
-            o.teacher_loss == "null" or curriculum.pool != "none",
-            "without a pool there are no teacher tokens; set objective.teacher_loss=null, or a curriculum.pool",
+            o.teacher_loss == "null" or curriculum.pool in KEEP_SUFFIXES,
+            f"there are no teacher tokens; set objective.teacher_loss=null, or curriculum.pool to {' or '.join(KEEP_SUFFIXES)}",
         ),
         (
             ("curriculum.teacher_rows", "objective.teacher_loss"),

@@ -56,6 +56,7 @@ def message(*overrides) -> str:
         ([*SEPARATE, "--config.objective.teacher_loss=sft"], ["curriculum.teacher_rows = True", "teacher_rows=False"]),
         (["--config.objective.whiten=true"], ["objective.whiten = True", "teacher_rows=False"]),
         (["--config.objective.teacher_loss=luffy", "--config.curriculum.pool=none"], ["there are no teacher tokens"]),
+        (["--config.objective.teacher_loss=luffy", "--config.curriculum.pool=flat"], ["forest or suffixes"]),
         (["--config.objective.teacher_loss=luffy", "--config.curriculum.pool=chain"], ["pool = 'chain'", "teacher_loss=null"]),
         ([*SEPARATE, "--config.objective.auto_teacher_coef=true"], ["auto_teacher_coef = True", "no teacher loss to weigh"]),
         (["--config.optim.teacher.lr=0"], ["optim.teacher.lr = 0.0", "-1"]),

@@ -50,11 +50,15 @@ def test_null_and_sft_train_students_to_the_same_bits():
     sft.teacher_rows, sft.teacher_partial = 5, True
     before = jax.device_get(sft.state)
     logps = np.concatenate(sft.score([(row.prompt_ids, row.response_ids) for row in teachers]))
+    resumed = learner_of(**POST)  # from a save between the PPO steps and the teacher's
+    resumed.programs, resumed.teacher_rows, resumed.teacher_partial = sft.programs, 5, True
+    resumed.restore(before)
     metrics, succeeded = sft.update_teacher(students + teachers, 0)
     assert succeeded == [True] and metrics["actor/post_sft_optimizer_steps"] == 1
     assert metrics["actor/teacher_chain/post_sft_loss"] == pytest.approx(-logps.mean(), rel=1e-5)
     assert metrics["actor/teacher_chain/mb_tokens"] == len(logps) and metrics["actor/teacher_chain/mb_samples"] == 5
     assert tiny.same(before["adam"], sft.state["adam"]) and int(sft.state["teacher_adam"]["count"]) == 1
+    assert resumed.update_teacher(teachers, 0) == (metrics, [True]) and tiny.same(resumed.state, sft.state)
     after = np.concatenate(sft.score([(row.prompt_ids, row.response_ids) for row in teachers]))
     assert after.mean() > logps.mean() and sft.host_state()["schedule_step"] == 1
 

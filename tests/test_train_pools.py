@@ -1,0 +1,31 @@
+"""The real training loop with each of the other pools: it gets a gradient, leaves its metrics, resumes bit for bit."""
+
+import pytest
+
+from tests.telemetry.test_documented import documented
+from tests.test_train import STEPS, assert_same, in_process, outcome
+
+SMALL = {
+    **{"data__batch_size": 8, "data__train": "carry_chain:train:8", "optim__mini_batch_prompts": 8, "validation__every": 0},
+    **{"checkpoint__every": 4, "telemetry__rollouts_every": 0},
+}
+METRICS = {
+    "chain": ("chain_pool/learning", "chain_pool/main_failures_enqueued_this_step", "synthetic_inject/failed_collected"),
+    "flat": ("synthetic_pool/size", "failed_pool/unique_keys", "synthetic_inject/failed_gated_to_teacher"),
+}
+
+
+@pytest.mark.parametrize("pool", METRICS)
+def test_pool_trains_and_resumes_bit_for_bit(student, tmp_path, pool):
+    settings = SMALL | {"curriculum__pool": pool}
+    records = in_process(tmp_path / "whole", **settings)
+    in_process(tmp_path / "halves", **settings, train__steps=STEPS // 2)
+    in_process(tmp_path / "halves", **settings)
+    assert_same(outcome(tmp_path / "whole", student), outcome(tmp_path / "halves", student))
+    assert len(records) == STEPS and all(name in records[-1] for name in METRICS[pool])
+    assert records[0]["synthetic_inject/injected_count"] == 0 and records[-1]["synthetic_inject/injected_count"] > 0
+    assert records[-1]["teacher_worker/total_succeeded"] > 0
+    assert sum(record["actor/optimizer_steps"] for record in records) >= 1  # plain GRPO has none: every group fails as a whole
+    known = documented()
+    prefixes = ("chain_pool/", "synthetic_", "failed_pool/")
+    assert not [name for name in records[-1] if name.startswith(prefixes) and not known.fullmatch(name)]

@@ -99,17 +99,6 @@ def suffix_rules(config: config_dict.ConfigDict) -> list[Rule]:
             "the pool could never hold a batch; lower the threshold or raise the size",
         ),
         (
-            ("objective.advantage", "objective.teacher_loss"),
-            not joint or o.advantage == "group_mean",
-            "the teacher shares the mean of its continuations' rewards; set objective.advantage=group_mean or teacher_loss=sft",
-        ),
-        (
-            ("objective.overlong", "objective.teacher_loss"),
-            not joint or o.overlong != "soft",
-            "a mean that the teacher shares is of rewards without penalties; set objective.overlong=none or mask, or "
-            "teacher_loss=sft",
-        ),
-        (
             ("objective.whiten", "objective.teacher_loss"),
             not joint or not o.whiten,
             "a teacher's coefficient is relative to advantages that are not whitened; set objective.whiten=False or "

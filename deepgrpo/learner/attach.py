@@ -179,6 +179,8 @@ def join(
 ) -> tuple[list[Row], dict[str, float]]:
     """Adds the teacher's suffix as a row to every group that has one, and takes it into the group (`joint_advantages`).
 
+    Left out are a suffix without room and, where the loss needs an advantage, one whose continuations all lack a verdict.
+
     Args:
       rows: of all groups from `rows_from_groups(groups, advantage, overlong)`. continuations, stop_ids: as in `attach`.
       advantage: objective.advantage.
@@ -186,7 +188,7 @@ def join(
     Returns:
       (rows, in which the students of these groups have new advantages, and teacher rows; metrics `teacher/*`).
     """
-    out, made, too_long = list(rows), [], 0
+    out, made, too_long, unknown = list(rows), [], 0, 0
     places: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         places.setdefault(row.group_id, []).append(i)
@@ -199,11 +201,15 @@ def join(
             too_long += 1
             continue
         rewards = [overlong.reward(group, rollout) for rollout in overlong.trained(group)]
+        if group.prompt.n and not rewards and teacher_loss != "sft":
+            unknown += 1
+            continue
         students, teacher = joint_advantages(rewards, reward, teacher_loss, advantage)
         for i, value in zip(places.get(name, ()), students, strict=True):
             out[i] = dataclasses.replace(rows[i], advantage=float(value))
         made.append(_row(group.prompt.ids, closed(suffix, stop_ids), teacher, name, reward))
-    return out + made, {"teacher/rows_built": float(len(made)), "teacher/suffix_too_long": float(too_long)}
+    counts = {"rows_built": len(made), "suffix_too_long": too_long, "no_student_verdict": unknown}
+    return out + made, {f"teacher/{name}": float(count) for name, count in counts.items()}
 
 
 def closed(suffix_ids: Ids, stop_ids: Sequence[int]) -> Ids:

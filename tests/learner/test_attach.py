@@ -78,7 +78,7 @@ def test_joining_needs_room_and_takes_the_configured_advantage():
     assert [row.advantage for row in out[:3]] == pytest.approx([-2 / 3, -2 / 3, 2 / 3]) and out[3].teacher_coef == pytest.approx(
         2 / 3
     )
-    assert metrics == {"teacher/rows_built": 1.0, "teacher/suffix_too_long": 0.0}
+    assert metrics == {"teacher/rows_built": 1.0, "teacher/suffix_too_long": 0.0, "teacher/no_student_verdict": 0.0}
     out, metrics = attach.join(rows, [whole], {"b": (SUFFIX, 1.0)}, max_model_len=4, **fields)
     assert out == rows and metrics["teacher/suffix_too_long"] == 1.0
 

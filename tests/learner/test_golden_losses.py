@@ -167,9 +167,8 @@ def test_teacher_entry(case):
     inputs, expected = case["inputs"], case["expected"]
     problem = Problem(0, "toy", as_ids(inputs["prompt_ids"]), "", "")
     state = as_ids(inputs["prompt_ids"] + inputs["prefix_ids"])
-    group = Group(
-        Prompt(state, problem, 1, "g", 0, "branch"), tuple(map(judged, inputs["completions"][: inputs["branches_per_entry"]]))
-    )
+    n = inputs["branches_per_entry"]
+    group = Group(Prompt(state, problem, n, "g", 0, "branch"), tuple(map(judged, inputs["completions"][:n])))
     rows, _ = join(
         rows_from_groups([group], "group_mean"),
         [group],

@@ -144,6 +144,13 @@ def get_config() -> ml_collections.ConfigDict:
     config.curriculum.max_events = 0  # forest, flat: waiting failures kept in all, oldest dropped first; 0: no bound
     config.curriculum.max_nodes_per_tree = 0  # forest: root included; further children are refused; 0: no bound
     config.curriculum.drop_retired_events = False  # forest: drop a retired state's waiting failures; False: as the reference
+    config.curriculum.retire_after = 1  # forest: groups in a row that must succeed as a whole before a state retires
+    config.curriculum.cut = (
+        "teacher"  # where a new state ends: teacher (where they part) | own | random | solution (teacher/cut.py)
+    )
+    config.curriculum.suffix_sft = "off"  # forest, of teacher_loss=sft: off | epoch_local | post_step (curriculum/suffix_sft.py)
+    config.curriculum.suffix_sft_passes = 5  # epoch_local: over the states that an epoch brought
+    config.curriculum.suffix_sft_batches = 1  # post_step: most optimizer steps on suffixes after a training step
     config.curriculum.max_per_prompt = 3  # flat: states of one key that a draw considers, the heaviest
     config.curriculum.flat_cap_by = "state"  # flat: that key: state (equal states only, the reference) | prompt (the problem's)
     config.curriculum.w_floor_hard = 0.2  # flat: weight of a state whose last group failed as a whole
@@ -182,6 +189,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.teacher.base_url = "http://127.0.0.1:8001/v1"  # OpenAI-compatible endpoint; "oracle": serve the rule-based one
     config.teacher.oracle = "carry_chain"  # with base_url="oracle", its rule: carry_chain | arithmetic | solutions
     config.teacher.oracle_solutions = ""  # for the rule solutions: JSONL file of question and answer
+    config.teacher.oracle_error_rate = 0.0  # share of its replies in which a digit is wrong
     config.teacher.model = "Qwen/Qwen3.5-27B-GPTQ-Int4"  # served model name
     config.teacher.api_key_env = "OPENAI_API_KEY"  # environment variable that holds the key
     config.teacher.enable_thinking = "false"  # chat_template_kwargs.enable_thinking: true | false | unset (nothing is sent)

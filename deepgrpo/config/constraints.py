@@ -104,6 +104,7 @@ RANGES = {  # key: interval of its value or of each element
     "teacher.min_prefix_match_tokens": "[0, inf)",
     "teacher.min_prefix_match_ratio": "[0, 1]",
     "teacher.min_suffix_len": "[0, inf)",
+    "teacher.oracle_error_rate": "[0, 1]",
     "teacher.token_budget": "[0, inf)",
     "teacher.money_budget": "[0, inf)",
     "teacher.prompt_price": "[0, inf)",

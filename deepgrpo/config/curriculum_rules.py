@@ -13,6 +13,8 @@ CHOICES = {
     "curriculum.injection_mode": ("add", "replace"),
     "curriculum.failures": ("all", "longest_prefix"),
     "curriculum.flat_cap_by": ("state", "prompt"),
+    "curriculum.cut": ("teacher", "own", "random", "solution"),
+    "curriculum.suffix_sft": ("off", "epoch_local", "post_step"),
 }
 
 RANGES = {
@@ -22,6 +24,9 @@ RANGES = {
     "curriculum.max_events_per_parent": "[0, inf)",
     "curriculum.max_events": "[0, inf)",
     "curriculum.max_nodes_per_tree": "[0, inf)",
+    "curriculum.retire_after": "[1, inf)",
+    "curriculum.suffix_sft_passes": "[1, inf)",
+    "curriculum.suffix_sft_batches": "[1, inf)",
     "curriculum.max_per_prompt": "[1, inf)",
     "curriculum.w_floor_hard": "[0, inf)",
     "curriculum.w_floor_mastered": "[0, inf)",
@@ -71,5 +76,34 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
             curriculum.pool not in WITHOUT_CONTINUATIONS or config.objective.teacher_loss == "null",
             "states of this pool come without the teacher's continuation: there are no teacher tokens; set "
             "objective.teacher_loss=null, or curriculum.pool=forest",
+        ),
+        (
+            ("curriculum.cut", "objective.teacher_loss"),
+            curriculum.cut == "teacher" or config.objective.teacher_loss == "null",
+            "elsewhere than where student and teacher part, the teacher's suffix does not continue the state; set "
+            "objective.teacher_loss=null, or curriculum.cut=teacher",
+        ),
+        *suffix_sft_rules(config),
+    ]
+
+
+def suffix_sft_rules(config: config_dict.ConfigDict) -> list[Rule]:
+    curriculum, o, off = config.curriculum, config.objective, config.curriculum.suffix_sft == "off"
+    return [
+        (
+            ("curriculum.suffix_sft", "curriculum.pool"),
+            off or curriculum.pool == "forest",
+            "only the forest keeps suffixes to train on; set curriculum.pool=forest, or curriculum.suffix_sft=off",
+        ),
+        (
+            ("curriculum.suffix_sft", "objective.teacher_update"),
+            off or o.teacher_update == "post_ppo",
+            "suffixes are trained on in steps of their own; set objective.teacher_update=post_ppo with teacher_loss=sft and "
+            "teacher_reduction=separate_stream_mean, or curriculum.suffix_sft=off",
+        ),
+        (
+            ("objective.teacher_loss", "curriculum.suffix_sft"),
+            o.teacher_loss != "sft" or curriculum.pool != "forest" or not off,
+            "nothing would be trained on the teacher's tokens; set curriculum.suffix_sft=epoch_local or post_step",
         ),
     ]

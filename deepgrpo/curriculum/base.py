@@ -78,8 +78,8 @@ class Curriculum:
         """Takes in the scored groups of a step, dataset and injected; returns the step's metrics (full names)."""
         return {}
 
-    def continuation(self, node: Any) -> tuple[Ids, float] | None:
-        """The teacher's verified (suffix_ids, reward) of an injected state, None if there is none."""
+    def continuation(self, node: Any) -> tuple[Ids, float | None] | None:
+        """The teacher's verified (suffix_ids, reward) of an injected state, None if there is none. Asked before `observe`."""
         return None
 
     def dispatch(self, max_items: int, step: int) -> list[Failure]:

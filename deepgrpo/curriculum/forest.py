@@ -128,6 +128,9 @@ class ForestCurriculum(Curriculum):
         rollouts = failures_for_teacher(group, self._threshold, self._failures)
         return [rollout.completion.ids for rollout in rollouts]
 
+    def continuation(self, node: int) -> tuple[Ids, float | None] | None:
+        return self.pool.continuation(node)
+
     def dispatch(self, max_items: int, step: int) -> list[Failure]:
         """Hands out at most `max_items` failures, at most one a tree."""
         return self.pool.dispatch_teacher(max_items, step)
@@ -169,6 +172,7 @@ def create(config: ml_collections.ConfigDict) -> ForestCurriculum:
         max_events=config.curriculum.max_events,
         max_nodes_per_tree=config.curriculum.max_nodes_per_tree,
         drop_retired_events=config.curriculum.drop_retired_events,
+        retire_after=config.curriculum.retire_after,
     )
     return ForestCurriculum(
         pool,

@@ -29,8 +29,10 @@ from deepgrpo.curriculum.forest_records import (
     Origin,
     SuffixEntry,
     Tree,
+    check_cap,
     digest,
     own_ids,
+    suffix_entry,
     tree_key,
 )
 from deepgrpo.types import Ids, Problem
@@ -52,6 +54,7 @@ class Forest:
         max_events: int = 0,
         max_nodes_per_tree: int = 0,
         drop_retired_events: bool = False,
+        retire_after: int = 1,
     ):
         """Args:
           max_model_len: tokens of prompt plus response; None: no limit.
@@ -61,9 +64,10 @@ class Forest:
           max_nodes_per_tree: root included; a full tree refuses children and takes no events.
           drop_retired_events: forget a node's waiting events when it retires. Otherwise those of a node other than the root
             wait for ever and keep their tree alive.
+          retire_after: groups in a row that must succeed as a whole before a state retires; a root retires with the first.
 
         Raises:
-          ValueError: a bound is negative, or `max_model_len` leaves no room.
+          ValueError: a bound is negative, `retire_after` is below 1, or `max_model_len` leaves no room.
         """
         names = ("min_remaining_tokens", "max_events_per_parent", "max_events", "max_nodes_per_tree")
         bounds = (min_remaining_tokens, max_events_per_parent, max_events, max_nodes_per_tree)
@@ -71,6 +75,8 @@ class Forest:
             f"curriculum.{name} must be >= 0, got {value}" for name, value in zip(names, bounds, strict=True) if value < 0
         ]:
             raise ValueError("; ".join(wrong))
+        if retire_after < 1:
+            raise ValueError(f"curriculum.retire_after must be >= 1, got {retire_after}")
         if max_model_len is not None and max_model_len <= min_remaining_tokens:
             raise ValueError(
                 f"rollout.max_model_len ({max_model_len}) must exceed curriculum.min_remaining_tokens ({min_remaining_tokens}): "
@@ -82,6 +88,7 @@ class Forest:
         self.max_events = max_events
         self.max_nodes_per_tree = max_nodes_per_tree
         self.drop_retired_events = drop_retired_events
+        self.retire_after = retire_after
         self._lock = threading.Lock()
         self._state_lock = threading.Lock()  # one snapshot or restore at a time; taken before `_lock`
         self._index = Index(track_arrivals=max_events > 0)
@@ -155,6 +162,7 @@ class Forest:
         seen["observations_recorded"] = 1
         if k_succ > 0:
             node.last_success_step = step
+        node.mastered_in_a_row = 0 if k_succ < k_total else node.mastered_in_a_row + 1
         if k_succ < k_total:
             node.last_fail_step = step
             if not node.active:
@@ -163,7 +171,7 @@ class Forest:
             for response_ids in failed or ():
                 self._enqueue(tree, node, response_ids, step)
                 seen["events_added"] += 1
-        elif node.active:
+        elif node.active and (node.parent is None or node.mastered_in_a_row >= self.retire_after):
             index.set_active(tree, node, False)
             self._counters.deactivated += 1
             seen["node_deactivated"] = 1
@@ -345,7 +353,7 @@ class Forest:
         """
         if n <= 0:
             return []
-        _check_cap(max_nodes_per_tree)
+        check_cap(max_nodes_per_tree)
         with self._lock:
             index = self._index
             entries = []
@@ -353,7 +361,7 @@ class Forest:
                 tree = index.trees[key]
                 node = index.nodes[tree.by_sft[0][2]]
                 index.stamp_sft(tree, node, step)
-                entries.append(_suffix_entry(tree, node))
+                entries.append(suffix_entry(tree, node))
             self._counters.sft_sampled += len(entries)
             return entries
 
@@ -389,7 +397,7 @@ class Forest:
         Raises:
           ValueError: the cap is given and not positive.
         """
-        _check_cap(max_nodes_per_tree)
+        check_cap(max_nodes_per_tree)
         with self._lock:
             index = self._index
             nodes = index.num_candidates
@@ -409,7 +417,7 @@ class Forest:
             entries = []
             for _, _, key in index.by_sft:
                 tree = index.trees[key]
-                entries += [_suffix_entry(tree, index.nodes[i]) for _, created, i in tree.by_sft if low <= created <= high]
+                entries += [suffix_entry(tree, index.nodes[i]) for _, created, i in tree.by_sft if low <= created <= high]
             pending, in_flight = index.clear_events()
             self._counters.cleared += pending + in_flight
         return entries, {"cleared": pending + in_flight, "cleared_pending": pending, "cleared_in_flight": in_flight}
@@ -419,6 +427,12 @@ class Forest:
         return node if node is not None and node.active and node.parent is not None else None
 
     # ---- looking in
+
+    def continuation(self, node: int) -> tuple[Ids, float | None] | None:
+        """The teacher's suffix of a node and the reward of the answer that it completes; None of a root or an unknown node."""
+        with self._lock:
+            found = self._index.nodes.get(node)
+            return None if found is None or found.origin is None else (found.origin.suffix_ids, found.origin.reward)
 
     def find(self, prompt_ids: Sequence[int], state_ids: Sequence[int]) -> int | None:
         """Returns the handle of a state of a prompt's tree, or None."""
@@ -481,20 +495,3 @@ class Forest:
             self._index = index
             self._counters = Counters(**counters)
             self._next_node, self._next_event = next_node, next_event
-
-
-def _check_cap(max_nodes_per_tree: int | None) -> None:
-    if max_nodes_per_tree is not None and max_nodes_per_tree <= 0:
-        raise ValueError(f"max_nodes_per_tree must be positive or None, got {max_nodes_per_tree}")
-
-
-def _suffix_entry(tree: Tree, node: Node) -> SuffixEntry:
-    return SuffixEntry(
-        node=node.id,
-        tree=tree.nodes[0].id,
-        problem=tree.problem,
-        created_step=node.created_step,
-        state_ids=node.ids,
-        suffix_ids=node.origin.suffix_ids,
-        reward=node.origin.reward,
-    )

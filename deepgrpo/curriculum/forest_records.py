@@ -115,6 +115,7 @@ class Node:
     last_success_step: int = NEVER
     last_fail_step: int = NEVER
     sft_updates: int = 0
+    mastered_in_a_row: int = 0  # newest observations in a row that succeeded as a whole
     children: tuple[int, ...] = ()  # in creation order
     waiting: list[Event] = dataclasses.field(default_factory=list)  # ascending; the teacher is given the last
 
@@ -144,3 +145,24 @@ class Tree:
 
     def order(self, clock: int) -> tuple[int, int, bytes]:
         return clock, self.created_step, self.key
+
+
+def suffix_entry(tree: Tree, node: Node) -> SuffixEntry:
+    """What SFT needs of a node other than the root."""
+    return SuffixEntry(
+        node=node.id,
+        tree=tree.nodes[0].id,
+        problem=tree.problem,
+        created_step=node.created_step,
+        state_ids=node.ids,
+        suffix_ids=node.origin.suffix_ids,
+        reward=node.origin.reward,
+    )
+
+
+def check_cap(max_nodes_per_tree: int | None) -> None:
+    """Raises:
+    ValueError: the cap is given and not positive.
+    """
+    if max_nodes_per_tree is not None and max_nodes_per_tree <= 0:
+        raise ValueError(f"max_nodes_per_tree must be positive or None, got {max_nodes_per_tree}")

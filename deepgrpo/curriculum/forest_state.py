@@ -46,7 +46,9 @@ _NODE_COLUMNS = (  # what can change after a node's creation
     "last_success_step",
     "last_fail_step",
     "sft_updates",
+    "mastered_in_a_row",
 )
+_YOUNGER = ("mastered_in_a_row",)  # columns that older snapshots lack: all 0 in them
 
 
 @dataclasses.dataclass
@@ -67,7 +69,9 @@ class Rows:
             counts = node.last_k_succ or 0, node.last_k_total or 0  # None iff there is no observation
             clocks = node.rollout_clock, node.dispatch_clock, node.sft_clock
             steps = node.last_success_step, node.last_fail_step
-            self.nodes.extend((node.active, node.observations, *counts, *clocks, *steps, node.sft_updates))
+            self.nodes.extend(
+                (node.active, node.observations, *counts, *clocks, *steps, node.sft_updates, node.mastered_in_a_row)
+            )
             self.waiting += node.waiting
         self.node_records += tree.nodes
 
@@ -306,6 +310,8 @@ class _Columns:
         return self._arrays[name]
 
     def ints(self, name: str) -> list[int]:
+        if name in _YOUNGER and name not in self._arrays:
+            return [0] * len(self._arrays["id"])
         return self._arrays[name].tolist()
 
     def lists(self, name: str) -> Iterator[Ids]:

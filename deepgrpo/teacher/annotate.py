@@ -19,6 +19,7 @@ from deepgrpo.curriculum.base import Correction, Failure
 from deepgrpo.endpoint.client import Client
 from deepgrpo.endpoint.errors import Refused, Unavailable
 from deepgrpo.rewards.answer import Answer
+from deepgrpo.teacher import cut as cut_lib
 from deepgrpo.teacher import prompts
 from deepgrpo.teacher.splice import Codec, Limits, Splice, splice_text, splice_tokens
 from deepgrpo.types import Grade, Ids
@@ -69,6 +70,8 @@ class Annotator:
         threshold: float,
         stop_ids: Sequence[int],
         splice: str = "text",
+        place: str = "teacher",
+        seed: int = 0,
         prefix_aware: bool = True,
         deadline: float = 3600.0,
         strict_reference: bool = False,
@@ -79,16 +82,18 @@ class Annotator:
           leaks: (data_source, text): whether the text holds a final answer already.
           threshold: a correction's reward must be above it.
           stop_ids: the student's, the generation config's first one leading; it closes a suffix.
-          splice: "text" | "tokens", see `deepgrpo.teacher.splice`.
+          splice: "text" | "tokens", see `deepgrpo.teacher.splice`. place: see `deepgrpo.teacher.cut`. seed: of its draws.
           prefix_aware: tell the teacher of the locked prefix (states of a pool), or of the plain problem only.
           deadline: seconds to wait for the grader; the client has its own for the teacher.
           strict_reference: the reference's parser and EOS rule, no leak guard, and a missing reward is a low one.
         """
         if splice not in ("text", "tokens"):
             raise ValueError(f"teacher.splice must be text or tokens, got {splice!r}")
+        if place not in cut_lib.PLACES:
+            raise ValueError(f"curriculum.cut must be one of {', '.join(cut_lib.PLACES)}, got {place!r}")
         self._client, self._grader, self._codec, self._leaks = client, grader, codec, leaks
         self._limits, self._threshold, self._stop_ids = limits, threshold, tuple(stop_ids)
-        self._by_text, self._prefix_aware = splice == "text", prefix_aware
+        self._by_text, self._place, self._seed, self._prefix_aware = splice == "text", place, seed, prefix_aware
         self._deadline, self._strict = deadline, strict_reference
         self._parse = prompts.parse_solution_strict if strict_reference else prompts.parse_solution
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
@@ -119,7 +124,11 @@ class Annotator:
         cut = await self._aside(self._cut, failure, reply.parsed)
         if cut.reason:
             return Outcome(cut.reason, splice=cut)
-        kept, whole = await self._aside(self._texts, failure, cut)
+        whole = await self._aside(self._text, failure, cut.body())
+        cut = await self._aside(self._moved, failure, cut)
+        if cut.reason:
+            return Outcome(cut.reason, splice=cut)
+        kept = await self._aside(self._text, failure, cut.prefix_ids)
         if not self._strict and await self._aside(self._leaks, failure.problem.data_source, kept):
             return Outcome("answer_leak", splice=cut)
         return await self._verified(failure, cut, whole)
@@ -164,10 +173,13 @@ class Annotator:
         eos = self._codec.eos_token_id if self._strict else self._stop_ids
         return splice_tokens(student, self._codec.encode(solution), state_len, eos, self._limits)
 
-    def _texts(self, failure: Failure, cut: Splice) -> tuple[str, str]:
-        """Texts of the assistant's turn: up to the cut, and to the end."""
-        locked = _locked(failure)
-        return tuple(self._codec.words(np.concatenate([locked, ids])) for ids in (cut.prefix_ids, cut.body()))
+    def _moved(self, failure: Failure, cut: Splice) -> Splice:
+        arguments = {"codec": self._codec, "limits": self._limits, "seed": self._seed}
+        return cut_lib.move(cut, failure.response_ids, failure.state_ids, self._place, **arguments)
+
+    def _text(self, failure: Failure, ids: Ids) -> str:
+        """Text of the assistant's turn: the locked prefix and `ids` after it."""
+        return self._codec.words(np.concatenate([_locked(failure), ids]))
 
     #### Health, metrics, state
 

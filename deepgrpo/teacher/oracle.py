@@ -1,7 +1,7 @@
 """A rule-based teacher behind the same HTTP interface as a served model: `with Oracle("carry_chain") as oracle: oracle.base_url`.
 
 It reads question and student's text out of the prompt (`deepgrpo.teacher.prompts`) and asks a rule (`deepgrpo.teacher.rules`).
-Faults of real endpoints can be scripted.
+Faults of real endpoints can be scripted, and a share of the corrections can be made wrong.
 
     python -m deepgrpo.teacher.oracle --rule carry_chain --port 8001
 """
@@ -12,7 +12,10 @@ import json
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
+
+import numpy as np
 
 from deepgrpo.teacher import prompts
 from deepgrpo.teacher.rules import RULES, Correct
@@ -26,15 +29,25 @@ class Oracle:
     """Serves a rule on the loopback interface, in a thread of its own. `base_url` is known once it is made; use it in a `with`.
 
     requests: chat completions received so far. faults: see FAULTS; retry_after: what a scripted 429 asks for, in seconds.
+    error_rate: share of corrections with a wrong digit; which ones follows from `seed` and the prompt.
     """
 
     def __init__(
-        self, rule: str | Correct, *, port: int = 0, solutions: str = "", faults: Faults = lambda n: "", retry_after: str = "0"
+        self,
+        rule: str | Correct,
+        *,
+        port: int = 0,
+        solutions: str = "",
+        faults: Faults = lambda n: "",
+        retry_after: str = "0",
+        error_rate: float = 0.0,
+        seed: int = 0,
     ):
         if isinstance(rule, str) and rule not in RULES:
             raise ValueError(f"no rule {rule!r}; there are {', '.join(RULES)}")
         self.correct = RULES[rule](solutions) if isinstance(rule, str) else rule
         self.faults, self.retry_after = faults, retry_after
+        self.error_rate, self.seed = error_rate, seed
         self.requests = 0
         self.closing = threading.Event()
         self._lock = threading.Lock()
@@ -105,6 +118,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         solution = self.server.oracle.correct(slots.problem, slots.student, slots.verified)
         if solution is None:
             return f"{prompts.ERROR_HEADER}\nThis is not a question that the rule knows."
+        random = np.random.default_rng((self.server.oracle.seed, zlib.crc32(prompt.encode())))
+        if random.random() < self.server.oracle.error_rate:
+            solution = misled(solution, random)
         return f"{prompts.ERROR_HEADER}\nA step is wrong.\n\n{prompts.SOLUTION_HEADER}\n{solution}"
 
     def send_reply(self, prompt: str, text: str) -> None:
@@ -126,6 +142,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: a demo's terminal belongs to the demo."""
+
+
+def misled(solution: str, random: np.random.Generator) -> str:
+    """The solution with one digit, anywhere in it, changed to another; the same text if it has none."""
+    places = [i for i, character in enumerate(solution) if character in "0123456789"]
+    if not places:
+        return solution
+    i = places[random.integers(len(places))]
+    return solution[:i] + str((int(solution[i]) + random.integers(1, 10)) % 10) + solution[i + 1 :]
 
 
 def _completion(prompt: str, text: str) -> dict:
@@ -190,8 +215,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rule", choices=sorted(RULES), required=True)
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--solutions", default="", help="JSONL of question and answer, for --rule solutions")
+    parser.add_argument("--error-rate", type=float, default=0.0, help="share of corrections with a wrong digit")
     options = parser.parse_args(arguments)
-    with Oracle(options.rule, port=options.port, solutions=options.solutions) as oracle:
+    served = Oracle(options.rule, port=options.port, solutions=options.solutions, error_rate=options.error_rate)
+    with served as oracle:
         print(f"serving {options.rule} at {oracle.base_url} (model {MODEL}); Ctrl-C ends it", flush=True)
         try:
             while True:

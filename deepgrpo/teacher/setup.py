@@ -40,7 +40,11 @@ def open_teacher(
     teacher = config.teacher
     base_url, model = teacher.base_url, teacher.model
     if base_url == "oracle":  # also when replaying, where nobody asks it: a request's key must stay the same
-        served = stack.enter_context(oracle.Oracle(teacher.oracle, solutions=teacher.oracle_solutions))
+        served = stack.enter_context(
+            oracle.Oracle(
+                teacher.oracle, solutions=teacher.oracle_solutions, error_rate=teacher.oracle_error_rate, seed=config.seed
+            )
+        )
         base_url, model = served.base_url, oracle.MODEL
     cache = (
         stack.enter_context(contextlib.closing(ReplyCache(folder, teacher.replay))) if teacher.cache or teacher.replay else None
@@ -69,6 +73,8 @@ def open_teacher(
         threshold=config.rewards.threshold,
         stop_ids=stop_ids,
         splice="tokens" if config.strict_reference else teacher.splice,
+        place=config.curriculum.cut,
+        seed=config.seed,
         deadline=teacher.deadline,
         strict_reference=config.strict_reference,
     )

@@ -12,6 +12,7 @@ POSSIBLE = (
 
 SEPARATE = ("--config.objective.teacher_reduction=separate_stream_mean",)
 SFT_ARM = (*SEPARATE, "--config.objective.teacher_loss=sft", "--config.objective.teacher_update=post_ppo")
+SUFFIX_SFT = ("--config.curriculum.teacher_rows=false", "--config.curriculum.suffix_sft=epoch_local")
 
 
 def parse(*overrides):
@@ -54,6 +55,10 @@ def message(*overrides) -> str:
         (["--config.objective.teacher_loss=snis", "--config.curriculum.teacher_rows=false"], ["teacher_rows=True"]),
         (["--config.objective.snis_beta=0"], ["objective.snis_beta = 0.0"]),
         ([*SEPARATE, "--config.objective.teacher_loss=sft"], ["curriculum.teacher_rows = True", "teacher_rows=False"]),
+        ([*SFT_ARM, "--config.curriculum.teacher_rows=false"], ["suffix_sft = 'off'", "epoch_local or post_step"]),
+        ([*SUFFIX_SFT], ["teacher_update = 'joint'", "teacher_update=post_ppo"]),
+        ([*SFT_ARM, *SUFFIX_SFT, "--config.curriculum.pool=chain"], ["pool = 'chain'", "only the forest"]),
+        (["--config.curriculum.cut=random", "--config.objective.teacher_loss=luffy"], ["cut = 'random'", "teacher_loss=null"]),
         (["--config.objective.whiten=true"], ["objective.whiten = True", "teacher_rows=False"]),
         (["--config.objective.teacher_loss=luffy", "--config.curriculum.pool=none"], ["there are no teacher tokens"]),
         (["--config.objective.teacher_loss=luffy", "--config.curriculum.pool=flat"], ["forest or suffixes"]),
@@ -91,7 +96,7 @@ def test_a_plain_run_is_not_judged_by_what_it_does_not_use():
         ["--config.objective.teacher_loss=null"],
         ["--config.objective.teacher_loss=luffy"],
         ["--config.objective.teacher_loss=snis"],
-        [*SFT_ARM, "--config.curriculum.teacher_rows=false"],
+        [*SFT_ARM, *SUFFIX_SFT],
     ],
 )
 def test_the_four_arms_are_possible(arm):

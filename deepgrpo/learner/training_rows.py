@@ -1,0 +1,45 @@
+"""A step's scored groups in, the rows that train out: advantages, teacher rows, rows without a gradient left out."""
+
+from collections.abc import Mapping, Sequence
+
+import ml_collections
+
+from deepgrpo.learner import rows as rows_lib
+from deepgrpo.learner.attach import Continuation, attach
+from deepgrpo.learner.rows import Overlong, Row
+from deepgrpo.types import Group
+
+
+def training_rows(
+    groups: Sequence[Group],
+    continuations: Mapping[str, Continuation],
+    config: ml_collections.ConfigDict,
+    stop_ids: Sequence[int],
+) -> tuple[list[Row], dict[str, float]]:
+    """The rows of a training step by the rules of the whole configuration.
+
+    Args:
+      groups: those that may train. continuations: the teacher's, of the injected ones (`attach.find_continuations`).
+      stop_ids: of the student; the first one closes a teacher's suffix.
+
+    Returns:
+      (rows, metrics of all rows before and after some leave: `critic/*`, `data/*`, lengths, `prefix_luffy/*`).
+    """
+    o, limit = config.objective, config.rollout.max_model_len
+    overlong = Overlong.from_config(o, limit)
+    every, metrics = rows_lib.rows_from_groups(groups, o.advantage, overlong), {}
+    if config.curriculum.teacher_rows and config.curriculum.pool == "forest":
+        every, metrics = attach(
+            every,
+            groups,
+            continuations,
+            teacher_loss=o.teacher_loss,
+            threshold=config.rewards.threshold,
+            snis_beta=o.snis_beta,
+            stop_ids=stop_ids,
+            max_model_len=limit,
+        )
+    rows = rows_lib.keep_rows(every, o.zero_gradient_rows)
+    metrics |= rows_lib.overlong_metrics(groups, overlong) | rows_lib.data_metrics(every, limit)
+    metrics |= rows_lib.filter_metrics(every, rows)
+    return rows_lib.whiten_rows(rows) if o.whiten else rows, metrics

@@ -1,8 +1,9 @@
 """Dynamic sampling (DAPO, Yu et al. 2025): further prompts until a step has enough groups with a contrast.
 
 A group whose rollouts all earned the same has no gradient. Up to `rollout.dynamic_sampling` further rounds of dataset prompts are
-rolled out until `data.batch_size` dataset groups have one. Groups of hard states come on top, as ever. When the last round still
-leaves too few, the step trains on what there is, or is skipped (`rollout.dynamic_on_cap`); the run goes on either way.
+rolled out until as many dataset groups have one as the step has dataset prompts. Groups of hard states come on top, as ever. When
+the last round still leaves too few, the step trains on what there is, or is skipped (`rollout.dynamic_on_cap`); the run goes on
+either way.
 """
 
 import dataclasses
@@ -38,23 +39,22 @@ def run(
     first: Sequence[Prompt],
     draw: Callable[[int, int, int], list[Prompt]],
     *,
-    wanted: int,
     max_rounds: int,
     on_cap: str = "train",
     teaches: Callable[[Group], bool] = informative,
 ) -> Batch:
-    """Rolls out a step's prompts and, with `max_rounds` > 0, further ones until `wanted` dataset groups teach.
+    """Rolls out a step's prompts and, with `max_rounds` > 0, further ones until as many dataset groups teach as it has prompts.
 
-    A further round draws as many prompts as the share of teaching groups so far says are needed, at most `wanted`. The result is
-    a function of the rollouts alone. Without `max_rounds` all groups train, teaching or not.
+    A further round draws as many prompts as the share of teaching groups so far says are needed, at most as many as the first
+    had. The result is a function of the rollouts alone. Without `max_rounds` all groups train, teaching or not.
 
     Args:
-      roll: rolls out prompts; its second argument, the round (0 for `first`), must go into their random seeds.
+      roll: rolls out prompts, and what the curriculum adds to them (stream "branch"); its second argument, the round (0 for
+        `first`), must go into their random seeds.
       first: the step's prompts, hard states included.
       draw: (number, round, offset) -> so many further dataset prompts; their group ids must not repeat: offset counts those
         drawn before in this step.
-      wanted: `data.batch_size`. on_cap: train | skip.
-      teaches: whether a group has a gradient.
+      on_cap: train | skip. teaches: whether a group has a gradient.
 
     Raises:
       ValueError: unknown on_cap.
@@ -62,7 +62,8 @@ def run(
     if on_cap not in ("train", "skip"):
         raise ValueError(f"rollout.dynamic_on_cap is {on_cap!r}, expected train or skip")
     groups = list(roll(first, 0))
-    rounds, offset = 0, sum(not prompt.injected for prompt in first)
+    rounds, wanted = 0, sum(map(of_dataset, first))
+    offset = wanted
     while rounds < max_rounds and (missing := wanted - count(groups, teaches)) > 0:
         rounds += 1
         taught = wanted - missing  # of `offset` dataset groups
@@ -88,14 +89,18 @@ def run(
 
 def count(groups: Sequence[Group], teaches: Callable[[Group], bool]) -> int:
     """Dataset groups that teach."""
-    return sum(not group.prompt.injected and teaches(group) for group in groups)
+    return sum(of_dataset(group.prompt) and teaches(group) for group in groups)
+
+
+def of_dataset(prompt: Prompt) -> bool:
+    return not prompt.injected and prompt.stream == "main"
 
 
 def first_teaching(groups: Sequence[Group], wanted: int, teaches: Callable[[Group], bool]) -> list[Group]:
-    """The first `wanted` dataset groups that teach, and all groups of hard states, in their order."""
+    """The first `wanted` dataset groups that teach, and all groups of hard states and branches, in their order."""
     kept, left = [], wanted
     for group in groups:
-        if group.prompt.injected:
+        if not of_dataset(group.prompt):
             kept.append(group)
         elif left and teaches(group):
             kept.append(group)

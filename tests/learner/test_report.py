@@ -43,6 +43,6 @@ def test_every_metric_is_documented(teacher_loss):
     names |= report.actor_metrics([result(0.0, kl_stopped=False)], [ROWS]).keys()
     names |= attach.attachment_metrics([], [], [], teacher_loss).keys()
     names |= attach.join([], [], {}, teacher_loss=teacher_loss, advantage="group_mean", stop_ids=(0,), max_model_len=1)[1].keys()
-    names |= dynamic.run(lambda prompts, number: [], [], lambda *_: [], wanted=1, max_rounds=1).metrics.keys()
+    names |= dynamic.run(lambda prompts, number: [], [], lambda *_: [], max_rounds=1).metrics.keys()
     known = documented()
     assert not [name for name in names if not known.fullmatch(name)]

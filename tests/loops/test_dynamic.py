@@ -1,5 +1,7 @@
 """Dynamic sampling on scripted groups."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -36,7 +38,7 @@ class Scripted:
 
     def run(self, wanted=4, states=1, **options):
         first = [prompt(f"1:{i}") for i in range(wanted)] + [prompt(f"1:state:{i}", i) for i in range(states)]
-        return dynamic.run(self.roll, first, self.draw, wanted=wanted, **options)
+        return dynamic.run(self.roll, first, self.draw, **options)
 
 
 def test_off_leaves_the_step_as_it_is():
@@ -55,6 +57,16 @@ def test_further_rounds_until_the_batch_is_full():
     assert [g.prompt.group_id for g in batch.trained] == ["1:0", "1:3", "1:state:0", "1:5", "1:6"]
     expected = dict(rounds=1, dataset_groups=8, informative_groups=5, effective_batch=4, surplus_groups=1, capped=0)
     assert batch.metrics == {f"dynamic_sampling/{name}": value for name, value in expected.items()}
+
+
+def test_branches_come_with_their_prompt():
+    """Groups that the curriculum adds to a round are neither counted as dataset groups nor left out."""
+    loop = Scripted([MIXED, WRONG, MIXED])
+    added = dataclasses.replace(prompt("1:0:branch"), stream="branch")
+    roll = lambda prompts, number: [*loop.roll(prompts, number), group(added, MIXED)]  # noqa: E731
+    batch = dynamic.run(roll, [prompt("1:0"), prompt("1:1")], loop.draw, max_rounds=2)
+    assert [g.prompt.group_id for g in batch.trained] == ["1:0", "1:0:branch", "1:2", "1:0:branch"]
+    assert batch.metrics["dynamic_sampling/dataset_groups"] == 4
 
 
 @pytest.mark.parametrize("on_cap, trained", [("train", 2), ("skip", 0)])

@@ -1,8 +1,10 @@
 """Cutting a step's rows into optimizer steps."""
 
+import numpy as np
 import pytest
 
-from deepgrpo.learner.minibatch import injection_count, interleave, partition
+from configs import common
+from deepgrpo.learner.minibatch import injection_count, interleave, most_rows, partition, shuffled, step_rows
 from tests.conftest import golden_cases
 
 
@@ -42,6 +44,41 @@ def test_default_is_the_reference_where_the_reference_trains():
     for n_main in (128, 191, 300, 1152):
         assert partition(n_main, 0, 5, 128) == partition(n_main, 0, 5, 128, strict_reference=True)
     assert partition(100, 0, 5, 128, strict_reference=True) == []
+
+
+GROUPS = [name for name in "abcdef" for _ in range(4)]
+
+
+def test_groups_stay_together():
+    orders = [shuffled(GROUPS, "groups", 0, step) for step in range(3)]
+    for order in orders:
+        assert sorted(order) == list(range(24))
+        names = [GROUPS[i] for i in order]
+        assert sum(a != b for a, b in zip(names, names[1:], strict=False)) == 5  # each is one run
+        assert all(a < b for a, b in zip(order, order[1:], strict=False) if GROUPS[a] == GROUPS[b])
+    assert orders[0] != orders[1] and orders[0] == shuffled(GROUPS, "groups", 0, 0) != shuffled(GROUPS, "groups", 1, 0)
+
+
+def test_rows_are_the_references_permutation():
+    order = shuffled(GROUPS, "rows", 3, 5)
+    assert order == np.random.default_rng((3, 5, 1)).permutation(24).tolist()
+
+
+@pytest.mark.parametrize("main, other", [(5, 0), (8, 2), (15, 2), (16, 0), (40, 3)])
+def test_no_mini_batch_is_larger_than_promised(main, other):
+    sizes = [sum(part.rows) for n in range(main + 1) for part in partition(n, 0, other, 8)]
+    assert max(sizes) == most_rows(main, other, 8)
+
+
+def test_rows_of_a_step():
+    config = common.get_config()
+    assert step_rows(config) == ((128 + 32) * 8, 0)
+    config.curriculum.rollout_n, config.objective.teacher_loss = 16, "luffy"
+    assert step_rows(config) == (128 * 8 + 32 * 16, 32)
+    config.curriculum.injection_mode, config.curriculum.rollout_n = "replace", 2
+    assert step_rows(config) == (128 * 8, 32)  # before there are any states
+    config.curriculum.pool = "none"
+    assert step_rows(config) == (1024, 0)
 
 
 @pytest.mark.parametrize("case", golden_cases("branching_*.json", {"injection_composition"}))

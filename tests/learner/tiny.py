@@ -61,7 +61,9 @@ def teacher_rows(n: int, coef: float) -> list[Row]:
     return make_rows(n, seed=9, source=TEACHER, teacher_coef=coef, advantage=0.0, rollout_logps=None, dataset_index=-1)
 
 
-def make_learner(mesh=(1, 1, 1), config: ModelConfig = model_config(), total_steps=10, strict=False, **keys) -> Learner:  # noqa: B008
+def make_learner(
+    mesh=(1, 1, 1), config: ModelConfig = model_config(), total_steps=10, strict=False, params=None, channel=None, **keys
+) -> Learner:  # noqa: B008
     """A float32 learner on the first devices; `keys` are config keys such as optim__lr=0.1."""
     settings = common.get_config()
     defaults = dict(learner__buckets=(24, 48), learner__micro_batch_tokens=96, learner__logprob_block=16)
@@ -70,7 +72,7 @@ def make_learner(mesh=(1, 1, 1), config: ModelConfig = model_config(), total_ste
         settings[section][name] = value
     return Learner(
         config,
-        parameters(config),
+        parameters(config) if params is None else params,
         dtype=jnp.float32,
         remat="none",
         attention="auto",
@@ -84,6 +86,7 @@ def make_learner(mesh=(1, 1, 1), config: ModelConfig = model_config(), total_ste
         total_steps=total_steps,
         strict_reference=strict,
         mesh=sharding.make_mesh(mesh, jax.devices()[: int(np.prod(mesh))]),
+        channel=channel,
     )
 
 

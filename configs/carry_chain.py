@@ -5,7 +5,8 @@
     python -m deepgrpo.train --config=configs/carry_chain.py --config.name=plain --config.curriculum.pool=none
 
 Both arms sample the same number of student tokens (train.student_tokens); nothing else differs. The teacher is the rule-based
-one, asked over HTTP. `launch/demo.sh` runs all of it and plots both curves.
+one, asked over HTTP. `launch/demo.sh` runs all of it and plots both curves. `configs/carry_chain.py:ARM` runs an ablation of
+configs/ablations.py: `:plain`, `:luffy`, `:cut_random` and so on.
 Hardware: 2 CPU cores. Time: warm start 1 minute, plain 20 s, forest 1 minute the first time (half of it compilation).
 Result (5 seeds, greedy, 128 held-out questions, 500,000 student tokens): plain 0.000 in each; forest 0.700, 95 % interval
 [0.681, 0.723] of the mean, lowest seed 0.680. Every group of the plain arm fails as a whole, so it never gets a gradient.
@@ -13,7 +14,7 @@ Result (5 seeds, greedy, 128 held-out questions, 500,000 student tokens): plain 
 
 import ml_collections
 
-from configs import common
+from configs import ablations, common
 from deepgrpo.data import carry_chain
 
 section = ml_collections.ConfigDict
@@ -48,9 +49,9 @@ def warm_start() -> ml_collections.ConfigDict:
     return recipe
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config(arm: str = "") -> ml_collections.ConfigDict:
     config = common.get_config()
-    config.name = "carry_chain"
+    config.name = f"carry_chain-{arm}" if arm else "carry_chain"
     config.train.student_tokens, config.train.epochs = 500_000, 1000
     config.model.path = f".cache/carry_chain-{carry_chain.fingerprint(warm_start().to_dict())}"
     config.model.origin = "python -m deepgrpo.warm_start --config=configs/carry_chain.py"
@@ -68,4 +69,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.learner.buckets, config.learner.micro_batch_tokens, config.learner.logprob_block = (112,), 128 * 112, 4096
     config.validation.every = 10
     config.checkpoint.every, config.telemetry.rollouts_every = 0, 0
+    common.edit(config, ablations.ARMS, arm or "forest")
     return config

@@ -8,6 +8,31 @@ from ml_collections import config_dict
 
 section = ml_collections.ConfigDict
 
+# What becomes of the teacher's tokens: the four arms of the released scripts, which differ in nothing else.
+TEACHER_ARMS = {
+    "null": {},  # they only make the states
+    "luffy": {"objective.teacher_loss": "luffy"},  # a row beside each injected group that did worse: shaped, by its advantage
+    "snis": {"objective.teacher_loss": "snis"},  # likewise: log-likelihood, by a self-normalised importance weight
+    "sft": {  # log-likelihood in optimizer steps of their own, at the end of each epoch
+        "curriculum.teacher_rows": False,
+        "curriculum.suffix_sft": "epoch_local",
+        "objective.teacher_loss": "sft",
+        "objective.teacher_update": "post_ppo",
+        "objective.teacher_reduction": "separate_stream_mean",
+    },
+}
+
+
+def edit(config: ml_collections.ConfigDict, arms: dict[str, dict], arm: str) -> None:
+    """Applies the edits (by dotted key) of one of an experiment's arms.
+
+    Raises:
+      ValueError: there is no such arm; names those that there are.
+    """
+    if arm not in arms:
+        raise ValueError(f"no arm {arm!r}; expected {', '.join(arms)}")
+    config.update_from_flattened_dict(arms[arm])
+
 
 def get_config() -> ml_collections.ConfigDict:
     config = section()

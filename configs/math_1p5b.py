@@ -1,11 +1,13 @@
-"""The released MATH run: Qwen2.5-Math-1.5B, prefix forest, no teacher tokens (the null arm).
+"""The released MATH runs: Qwen2.5-Math-1.5B, prefix forest, four arms of the teacher's tokens.
 
     hf download Qwen/Qwen2.5-Math-1.5B --local-dir models/Qwen2.5-Math-1.5B
     vllm serve Qwen/Qwen3.5-27B-GPTQ-Int4 --port 8001 --max-model-len 32768       (the teacher, on another GPU)
-    OPENAI_API_KEY=EMPTY python -m deepgrpo.train --config=configs/math_1p5b.py
+    OPENAI_API_KEY=EMPTY python -m deepgrpo.train --config=configs/math_1p5b.py           the null arm: no teacher tokens
+    OPENAI_API_KEY=EMPTY python -m deepgrpo.train --config=configs/math_1p5b.py:luffy     or :snis, :sft
 
-Hardware: one GPU with 80 GB besides the teacher's. Time and result: not yet run. The original reports (accuracy %, greedy):
-AIME24 23.3, AMC 54.2, MATH500 77.0, Minerva 29.0, OlympiadBench 37.0, average 44.1; before training 33.1.
+Hardware: one GPU with 80 GB besides the teacher's. Time: not yet run. Result: not yet run. The original reports for null
+(accuracy %, greedy): AIME24 23.3, AMC 54.2, MATH500 77.0, Minerva 29.0, OlympiadBench 37.0, average 44.1; before training 33.1.
+Of luffy, snis and sft it reports no consistent gain over null.
 """
 
 import ml_collections
@@ -15,9 +17,9 @@ from configs import common
 BENCHMARKS = ("aime24", "minerva", "amc", "olympiad_bench")
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config(arm: str = "null") -> ml_collections.ConfigDict:
     config = common.get_config()  # whose defaults are what the released scripts have in common
-    config.name = "qwen2.5-math-1.5b-forest-null"
+    config.name = f"qwen2.5-math-1.5b-forest-{arm}"
     config.requires_accelerator = True
     config.model.path = "models/Qwen2.5-Math-1.5B"
     config.model.origin = "Qwen/Qwen2.5-Math-1.5B"
@@ -29,5 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.max_prompt_length = 1024
     config.rollout.max_model_len = 4096
     config.curriculum.injection_ratio = 0.25  # 32 states on top of 128 prompts: 1280 rollouts a step
+    config.optim.teacher.lr = 1e-6  # of the arm sft
     config.learner.buckets = (512, 1024, 2048, 4096)
+    common.edit(config, common.TEACHER_ARMS, arm)
     return config

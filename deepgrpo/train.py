@@ -34,7 +34,8 @@ import threading  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from deepgrpo.curriculum import chain, flat, forest, none, suffix_sft  # noqa: E402
+from deepgrpo.curriculum import branches, chain, flat, forest, none, suffix_sft  # noqa: E402
+from deepgrpo.curriculum import suffixes as suffixes_lib  # noqa: E402
 from deepgrpo.data import dataset as dataset_lib  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
 from deepgrpo.learner import distributed, sharding  # noqa: E402
@@ -43,7 +44,7 @@ from deepgrpo.learner.learner import Learner, PendingUpdate  # noqa: E402
 from deepgrpo.learner.minibatch import step_rows  # noqa: E402
 from deepgrpo.learner.training_rows import training_rows  # noqa: E402
 from deepgrpo.loops import reasoning  # noqa: E402
-from deepgrpo.loops.base import Setting, with_sampling  # noqa: E402
+from deepgrpo.loops.base import Setting, with_branches, with_sampling  # noqa: E402
 from deepgrpo.model.config import ModelConfig  # noqa: E402
 from deepgrpo.model.transformer import abstract_params  # noqa: E402
 from deepgrpo.rewards.grade import rubric_of  # noqa: E402
@@ -64,6 +65,7 @@ log = logging.getLogger("deepgrpo.train")  # by its name: __name__ is __main__ h
 
 LOOPS = {"reasoning": reasoning.run}
 CURRICULA = {"none": none.create, "forest": forest.create, "chain": chain.create, "flat": flat.create}
+CURRICULA |= {"branches_inline": branches.create_inline, "branches": branches.create_buffered, "suffixes": suffixes_lib.create}
 GRADING_PATIENCE = 20  # deadlines of one answer that a whole batch may still wait for verdicts after its last rollout
 
 
@@ -236,9 +238,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         return prompts
 
     def roll_out(parties: Setting, prompts: list[Prompt], at: int) -> list[Group]:
-        groups = loop(parties, prompts, at, "train")
-        more = curriculum.expand(groups, at)
-        return groups + loop(parties, more, at, "branches") if more else groups
+        return with_branches(loop, parties, prompts, curriculum, at)
 
     def validate(at: int) -> dict[str, float]:
         validated = enumerate(held_out + choosing)

@@ -71,7 +71,11 @@ class Curriculum:
         return []
 
     def expand(self, groups: Sequence[Group], step: int) -> list[Prompt]:
-        """Further prompts to roll out in the same step, chosen from its groups so far; `observe` sees their groups too."""
+        """Further prompts to roll out in the same step, chosen from its groups so far; `observe` sees their groups too.
+
+        Asked again with their groups among the others, until it returns none. A prompt with the group_id of a group so far adds
+        rollouts to that group.
+        """
         return []
 
     def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:

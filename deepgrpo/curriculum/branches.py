@@ -99,7 +99,7 @@ class InlineBranches(Curriculum):
         with self._lock:
             points = self.finder.points(groups, step)
         return [
-            Prompt(point.state_ids, point.problem, self._first, f"{step}:branch:{i}", point.pivot, STREAM)
+            Prompt(point.state_ids, point.problem, self._first, f"{point.group_id}:branch:{i}", point.pivot, STREAM)
             for i, point in enumerate(points)
         ]
 

@@ -23,15 +23,28 @@ def balanced(n: int, parts: int) -> list[int]:
 
 
 def step_rows(config: Any) -> tuple[int, int]:
-    """The most (students' main, teacher) rows that a training step of a configuration has: every rollout has a gradient, and
-    every state a teacher row. Branches are not foreseen."""
+    """The most (students' main, other) rows that a training step of a configuration has: every rollout has a gradient, and every
+    state a teacher row."""
     batch, n, curriculum = config.data.batch_size, config.rollout.n, config.curriculum
-    if curriculum.pool == "none":
-        return batch * n, 0
+    if curriculum.pool in ("none", "branches_inline", "branches", "suffixes"):
+        return batch * n, branch_rows(config)
     states = injection_count(batch, curriculum.injection_ratio, batch)
     extra = states * (curriculum.rollout_n or n)
     dataset = (batch - states if curriculum.injection_mode == "replace" else batch) * n
     return max(batch * n, dataset + extra), states if config.objective.teacher_loss != "null" else 0
+
+
+def branch_rows(config: Any) -> int:
+    """The most branch and teacher rows of a training step. Of inline branches, whose number depends on how many responses fail, a
+    mini-batch's share when all of them do and all train: more in one mini-batch cost a compilation then, less would cost memory
+    always."""
+    keys, pool = config.branches, config.curriculum.pool
+    if pool == "branches_inline":
+        return config.optim.mini_batch_prompts * config.rollout.n * keys.n_branch_points * keys.branches_per_point
+    if pool == "branches":
+        return keys.sample_size_per_step * keys.branches_per_entry
+    teachers = config.objective.teacher_loss != "null"
+    return keys.batch_threshold * (keys.branches_per_entry + teachers) if pool == "suffixes" else 0
 
 
 def most_rows(main: int, other: int, mini_batch_rows: int) -> int:

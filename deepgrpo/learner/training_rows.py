@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import ml_collections
 
 from deepgrpo.learner import rows as rows_lib
-from deepgrpo.learner.attach import Continuation, attach
+from deepgrpo.learner.attach import Continuation, attach, join
 from deepgrpo.learner.rows import Overlong, Row
 from deepgrpo.types import Group
 
@@ -38,6 +38,17 @@ def training_rows(
             snis_beta=o.snis_beta,
             stop_ids=stop_ids,
             max_model_len=limit,
+        )
+    elif config.curriculum.pool == "suffixes":
+        every, metrics = join(
+            every,
+            groups,
+            continuations,
+            teacher_loss=o.teacher_loss,
+            advantage=o.advantage,
+            stop_ids=stop_ids,
+            max_model_len=limit,
+            overlong=overlong,
         )
     rows = rows_lib.keep_rows(every, o.zero_gradient_rows)
     metrics |= rows_lib.overlong_metrics(groups, overlong) | rows_lib.data_metrics(every, limit)

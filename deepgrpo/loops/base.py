@@ -1,10 +1,13 @@
 """What every loop is given, and its contract: prompts in, scored groups out, in the order of the prompts."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from deepgrpo.curriculum.base import Curriculum
 from deepgrpo.rewards.service import GradingService
 from deepgrpo.rollout.engine import Engine, Sampling
+from deepgrpo.types import Group, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,3 +29,33 @@ class Setting:
 def with_sampling(setting: Setting, **changes) -> Setting:
     """The same parties under another sampled distribution (validation)."""
     return dataclasses.replace(setting, sampling=dataclasses.replace(setting.sampling, **changes))
+
+
+def with_branches(
+    loop: Callable[[Setting, Sequence[Prompt], int, str], list[Group]],
+    setting: Setting,
+    prompts: Sequence[Prompt],
+    curriculum: Curriculum,
+    step: int,
+) -> list[Group]:
+    """Rolls out a step's prompts, and what the curriculum wants on top of their groups until it wants no more.
+
+    Rollouts of one group_id form one group, in whichever round they were made.
+    """
+    groups, rounds = loop(setting, prompts, step, "train"), 0
+    while more := curriculum.expand(groups, step):
+        groups = merged([*groups, *loop(setting, more, step, f"branches:{rounds}")])
+        rounds += 1
+    return groups
+
+
+def merged(groups: Sequence[Group]) -> list[Group]:
+    """The groups in order of first appearance, those of one group_id as one."""
+    found: dict[str, Group] = {}
+    for group in groups:
+        name = group.prompt.group_id
+        if name in found:
+            prompt = dataclasses.replace(found[name].prompt, n=found[name].prompt.n + group.prompt.n)
+            group = Group(prompt, found[name].rollouts + group.rollouts)
+        found[name] = group
+    return list(found.values())

@@ -101,7 +101,7 @@ class _Call:
     async def run(self) -> list[list[Completion]]:
         with_room = []
         for i, request in enumerate(self.requests):
-            if room(request, self.sampling) > 0:
+            if request.seeds and room(request, self.sampling) > 0:
                 with_room.append(i)
             else:
                 self.finish(i, [Completion(as_ids([]), np.zeros(0, np.float32), "length", self.version)] * len(request.seeds))

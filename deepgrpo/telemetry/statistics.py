@@ -19,6 +19,7 @@ def group_statistics(groups: Sequence[Group], threshold: float) -> dict[str, flo
     `rewards/reason_<code>` counts verdicts; `rewards/no_verdict_share` is of all rollouts. `rewards/truncated_negative_share` is
     the share of failures that hit the length limit: they are punished in full though the student may have been on its way.
     `data/<p>/groups_{all_right,all_wrong,mixed}_share` tell how many groups carry a gradient (mixed), p as in `critic/<p>`.
+    Branches are no part of the main chains.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     failures = [rollout for group in groups for rollout in group.failures(threshold)]
@@ -27,10 +28,12 @@ def group_statistics(groups: Sequence[Group], threshold: float) -> dict[str, flo
     metrics["rewards/no_verdict_share"] = share(sum(r.reward is None for r in rollouts), len(rollouts))
     truncated = sum(r.completion.finish_reason == "length" for r in failures)
     metrics["rewards/truncated_negative_share"] = share(truncated, len(failures))
+    main = [g for g in groups if g.prompt.stream == "main"]
     streams = {
-        "main_chain": groups,
-        "main_chain_original": [g for g in groups if not g.prompt.injected],
-        "main_chain_synthetic": [g for g in groups if g.prompt.injected],
+        "main_chain": main,
+        "main_chain_original": [g for g in main if not g.prompt.injected],
+        "main_chain_synthetic": [g for g in main if g.prompt.injected],
+        "branch_chain": [g for g in groups if g.prompt.stream == "branch"],
     }
     for name, members in streams.items():
         counts = [(k, n) for k, n in (group.successes(threshold) for group in members) if n]

@@ -7,7 +7,7 @@ sharded over (data, fsdp). Axes are Auto: XLA propagates the shardings given her
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,24 +63,33 @@ def path_name(path: tuple) -> str:
     return "/".join(str(key.key) for key in path)
 
 
-def parameter_shardings(params: Any, mesh: Mesh, rules: Sequence[tuple[str, P]] = PARAMETER_RULES) -> Any:
-    """Tree of NamedSharding for a tree of parameters (arrays or shapes), by `(regex, PartitionSpec)` rules.
+def parameter_spec(
+    name: str, shape: Sequence[int], sizes: Mapping[str, int], rules: Sequence[tuple[str, P]] = PARAMETER_RULES
+) -> tuple[str | None, ...]:
+    """The mesh axis of each leading dimension of a parameter, None where it is whole, by `(regex, PartitionSpec)` rules.
 
     A dimension that its axis does not divide is kept whole (and logged): odd vocabularies and few heads must not stop a run.
 
+    Args:
+      name: path of the parameter. sizes: of the mesh, by axis.
+
     Raises:
-      ValueError: no rule matches a parameter.
+      ValueError: no rule matches it.
     """
+    spec = next((spec for pattern, spec in rules if re.search(pattern, name)), None)
+    if spec is None:
+        raise ValueError(f"no sharding rule matches parameter {name!r} {tuple(shape)}; add one to PARAMETER_RULES")
+    whole = [axis for axis, size in zip(spec, shape, strict=False) if axis and size % sizes[axis]]
+    if whole:
+        logging.info("parameter %s %s: not divisible by mesh axes %s, kept whole along them", name, tuple(shape), whole)
+    return tuple(None if axis in whole else axis for axis in spec)
+
+
+def parameter_shardings(params: Any, mesh: Mesh, rules: Sequence[tuple[str, P]] = PARAMETER_RULES) -> Any:
+    """Tree of NamedSharding for a tree of parameters (arrays or shapes); see `parameter_spec`."""
 
     def one(path: tuple, leaf: Any) -> NamedSharding:
-        name = path_name(path)
-        spec = next((spec for pattern, spec in rules if re.search(pattern, name)), None)
-        if spec is None:
-            raise ValueError(f"no sharding rule matches parameter {name!r} {leaf.shape}; add one to PARAMETER_RULES")
-        whole = [axis for axis, size in zip(spec, leaf.shape, strict=False) if axis and size % mesh.shape[axis]]
-        if whole:
-            logging.info("parameter %s %s: not divisible by mesh axes %s, kept whole along them", name, leaf.shape, whole)
-        return NamedSharding(mesh, P(*(None if axis in whole else axis for axis in spec)))
+        return NamedSharding(mesh, P(*parameter_spec(path_name(path), leaf.shape, mesh.shape, rules)))
 
     return jax.tree_util.tree_map_with_path(one, params)
 

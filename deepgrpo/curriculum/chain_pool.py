@@ -111,7 +111,7 @@ class ChainPool:
 
     # ---- observing groups
 
-    def main_failure(self, problem: Problem, failed: Sequence[Ids], step: int) -> bool:
+    def main_failure(self, problem: Problem, failed: Sequence[Ids] | None, step: int) -> bool:
         """Takes in a dataset group that failed as a whole; returns whether that started a chain."""
         key = tree_key(problem.prompt_ids)
         if not key:
@@ -124,7 +124,7 @@ class ChainPool:
         chain = Chain(self._next_chain, problem, [ChainNode(own_ids(problem.prompt_ids))], step, step)
         self._next_chain += 1
         self._chains[key] = chain
-        self._request(chain, failed, step)
+        self._request(chain, failed or (), step)
         return True
 
     def observe(self, prompt_ids: Ids, k_succ: int, k_total: int, step: int, failed: Sequence[Ids] | None) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from deepgrpo.learner import sharding
 from deepgrpo.learner.logprob import blocked_logps
@@ -28,9 +29,9 @@ class Policy:
     block: int
 
     def compute_params(self, params: Any) -> Any:
-        """Parameters as matmuls want them: the layers' kernels and biases in the model's dtype. Once an optimizer step, before the
-        loop over micro-batches. Embedding, head and norms stay as they are: their gradients are sums over tokens, or over blocks
-        of tokens, which want float32."""
+        """Parameters as matmuls want them: the layers' kernels and biases in the model's dtype. Once an optimizer step, before
+        the loop over micro-batches. Embedding, head and norms stay as they are: their gradients are sums over tokens, or over
+        blocks of tokens, which want float32."""
 
         def one(path: tuple, x: jax.Array) -> jax.Array:
             name = sharding.path_name(path)
@@ -51,17 +52,32 @@ class Policy:
         hidden = jax.lax.with_sharding_constraint(hidden, by_row)
         hidden = jnp.take_along_axis(hidden, micro["index"][..., None], axis=1)  # response positions only, first columns first
         hidden = jax.lax.with_sharding_constraint(hidden, by_row)
-        return blocked_logps(
-            lambda block: self.model.apply({"params": params}, block, method="logits"),
-            hidden,
-            micro["targets"],
-            micro["source"] != NO_LOSS,
-            block=self.block,
-            temperature=self.temperature,
-            num_real_ids=self.num_real_ids,
-            with_entropy=with_entropy,
-            entropy_gradient=entropy_gradient,
+        head = {name: params[name] for name in ("embed_tokens", "lm_head") if name in params}
+
+        def blocks(head, hidden, targets, scored):
+            return blocked_logps(
+                lambda block: self.model.apply({"params": head}, block, method="logits"),
+                hidden,
+                targets,
+                scored,
+                block=self.block,
+                temperature=self.temperature,
+                num_real_ids=self.num_real_ids,
+                with_entropy=with_entropy,
+                entropy_gradient=entropy_gradient,
+            )
+
+        # By hand over the batch's axes: the head is gathered and its gradient summed over devices once, not once a block, and a
+        # device skips the blocks in which it has nothing to score.
+        local = jax.shard_map(
+            blocks,
+            mesh=self.mesh,
+            in_specs=(P(), by_row.spec, by_row.spec, by_row.spec),
+            out_specs=by_row.spec,
+            axis_names=set(sharding.BATCH_AXES),
+            check_vma=False,
         )
+        return local(head, hidden, micro["targets"], micro["source"] != NO_LOSS)
 
 
 def micro_batch(arrays: dict[str, jax.Array], i: jax.Array) -> dict[str, jax.Array]:

@@ -62,6 +62,13 @@ class Placement:
             spec[split] = "tensor"
         return NamedSharding(self.rows.mesh, P(*spec))
 
+    def table(self, x: jax.Array) -> jax.Array:
+        """A table [V, D], its rows along `tensor`, otherwise whole: what tokens of any device look up in."""
+        if self.rows is None:
+            return x
+        split = "tensor" if x.shape[0] % self.rows.mesh.shape["tensor"] == 0 else None
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.rows.mesh, P(split)))
+
     def __call__(self, x: jax.Array, split: int | None = None) -> jax.Array:
         return x if self.rows is None else jax.lax.with_sharding_constraint(x, self.of(x, split))
 
@@ -69,12 +76,13 @@ class Placement:
 class Embed(nn.Module):
     features: tuple[int, int]  # V, D
     dtype: Any
+    placement: Placement
 
     def setup(self):
         self.embedding = self.param("embedding", nn.initializers.normal(0.02), self.features, jnp.float32)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return lookup(self.embedding, tokens).astype(self.dtype)
+        return lookup(self.placement.table(self.embedding), tokens).astype(self.dtype)
 
 
 class Dense(nn.Module):
@@ -177,7 +185,7 @@ class Transformer(nn.Module):
         layer = Layer
         if self.remat != "none":
             layer = nn.remat(Layer, prevent_cse=False, policy=REMAT_POLICIES[self.remat])
-        self.embed_tokens = Embed((c.vocab_size, c.width), self.dtype)
+        self.embed_tokens = Embed((c.vocab_size, c.width), self.dtype, self.placement)
         self.layers = nn.scan(
             layer,
             variable_axes={"params": 0},

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -120,3 +121,17 @@ def test_the_order_of_rows_does_not_matter():
     order = np.random.default_rng(0).permutation(len(ROWS))
     for n, values in zip(order, run([ROWS[n] for n in order]), strict=True):
         np.testing.assert_allclose(values, before[n], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 4, 1), (1, 4, 2)])
+def test_devices_exchange_parameters_and_never_activations(mesh):
+    """A context is gathered where its keys are, the head once and not once a block, and nothing is copied to be sharded anew."""
+    B, T, config = 16, 40, tiny.model_config(width=32, mlp_width=72)
+    learner = tiny.make_learner(mesh, config=config, objective__kl_coef=0.0)
+    text = learner.programs.lower("train_step", packing.Shape(2, B, T, 20)).compile(tiny.UNOPTIMISED).as_text()
+    gathered = [tuple(map(int, dims.split(","))) for dims in re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)]
+    assert len(gathered) >= 7 and all(
+        len(dims) == 2 for dims in gathered
+    )  # a layer's kernels, embedding, head; none is [B, T, ...]
+    vocabulary = config.vocab_size // mesh[2]
+    assert sum(vocabulary in dims for dims in gathered) == 2

@@ -9,8 +9,16 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from deepgrpo.learner import sharding
 from deepgrpo.model import attention as module
 from deepgrpo.model import attention_cudnn
-from deepgrpo.model.attention import Context, Sight, attention, cached_attention, choose_backend, packed_attention, prepare
-from deepgrpo.model.attention import write_cache
+from deepgrpo.model.attention import (
+    Context,
+    Sight,
+    attention,
+    cached_attention,
+    choose_backend,
+    packed_attention,
+    prepare,
+    write_cache,
+)
 
 B, T, N, K, H, S = 2, 5, 6, 2, 4, 7
 

@@ -39,7 +39,11 @@ class StoredFailure:
 
 @dataclasses.dataclass(eq=False)
 class ChainNode:
-    """One state: int32[len], prompt and locked prefix. first_observed_step, last_used_step: -1 for never."""
+    """One state.
+
+    ids: int32[len], prompt and locked prefix. last_k_succ, last_k_total: of its latest group; None: not observed.
+    first_observed_step, last_used_step: -1 for never. failed: of its latest group, if that failed as a whole.
+    """
 
     ids: Ids
     observations: int = 0

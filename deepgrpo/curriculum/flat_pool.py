@@ -18,9 +18,10 @@ CAP_BY = ("state", "prompt")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FlatEntry:
-    """One state. handle: its number by arrival. initial_p_hat: success rate to assume before it was rolled out.
+    """One state.
 
-    state_ids: int32[len], prompt and locked prefix. last_k_succ, last_k_total: of its latest group; None: never rolled out.
+    handle: its number by arrival. state_ids: int32[len], prompt and locked prefix. initial_p_hat: success rate to assume before
+    it was rolled out. last_k_succ, last_k_total: of its latest group; None: never rolled out. last_used_step: -1 for never.
     """
 
     handle: int

@@ -1,6 +1,7 @@
 """The learner: owns policy, optimizer and reference, and turns a step's rows into optimizer steps."""
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from deepgrpo.learner import distributed, flops, packing, report, sharding
+from deepgrpo.learner import distributed, flops, memory, packing, report, sharding
 from deepgrpo.learner import step as step_lib
 from deepgrpo.learner.clock import DeviceClock, PendingUpdate
 from deepgrpo.learner.minibatch import most_rows, partition, shuffled
@@ -24,6 +25,8 @@ from deepgrpo.model.attention import choose_backend
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import Placement, Transformer
 from deepgrpo.types import Ids, as_ids
+
+log = logging.getLogger(__name__)
 
 HOST_COUNTERS = ("schedule_step", "optimizer_steps", "nonfinite_steps", "skipped_updates")
 
@@ -121,6 +124,7 @@ class Learner:
             update.add("score")
         if "teacher_adam" in self._state:
             update.add("teacher_step")
+        log.info("memory planned on a device, of %s", memory.describe(self.programs.memory_plan(self.shapes)))
         keys = [(name, shape) for shape in reversed(self.shapes) for name in sorted(update)]
         self.programs.plan(keys + [(name, shape) for shape in self.shapes for name in ("score", "score_at_1")])
         if ahead:

@@ -1,10 +1,12 @@
 """How much memory the learner needs on each device, from shapes alone. Pure arithmetic: no array is made, nothing is compiled.
 
 What is held all the time is exact: parameters, moments, reference, the arrays of a batch. What a step needs on top is a sum over
-the buffers that live together at its worst moment, which is one of two: the head's logits of a block, or a layer's backward pass.
+the buffers that live together at its worst moment, which is one of three: the head's logits of a block, a layer's backward pass,
+or the optimizer, where XLA copies the moments before it overwrites them.
 `compiled(...)` is what XLA says of the finished program; a test holds the two within 15 % at the shapes of a 1.5B model.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -42,9 +44,9 @@ def plan_memory(
       teacher_optimizer: objective.teacher_update=post_ppo, which has moments of its own.
 
     Returns:
-      parameters, moments, reference, batch: held all the time. gradients: float32, summed over micro-batches. compute_copy: of the
-      layers' parameters in `dtype`. activations: kept from forward to backward. working: the larger of logit blocks and a layer's
-      backward pass.
+      parameters, moments, reference, batch: held all the time. gradients: float32, summed over micro-batches. compute_copy: of
+      the layers' parameters in `dtype`. activations: kept from forward to backward. working: the rest of the worst moment, such
+      as the gradients of one micro-batch.
     """
     c, size, tensor = config, np.dtype(dtype).itemsize, mesh["tensor"]
     shards = mesh["data"] * mesh["fsdp"]
@@ -55,7 +57,8 @@ def plan_memory(
     vocabulary = -(-c.vocab_size // tensor)
     activations = c.num_layers * tokens * size * _kept(config, remat, attention, shape, size, tensor)
     logits = 4 * BLOCKS * block * vocabulary + (4 + size) * vocabulary * c.width  # and the head, its gradient
-    layer = size * layers + 4 * largest + tokens * size * _kept(config, "none", attention, shape, size, tensor)
+    layer = size * layers + 4 * largest + 2 * tokens * size * _kept(config, "none", attention, shape, size, tensor)
+    copy = size * layers if size < 4 else 0
     batch = sum(math.prod(s) * 4 // shards for s, _ in array_shapes(shape).values()) + 2 * 4 * shape.A * tokens
     return {
         "parameters": 4 * everything,
@@ -63,10 +66,15 @@ def plan_memory(
         "reference": size * everything if reference else 0,
         "batch": batch * mini_batches,
         "gradients": 4 * everything,
-        "compute_copy": size * layers if size < 4 else 0,
+        "compute_copy": copy,
         "activations": activations,
-        "working": max(logits, layer),
+        "working": max(logits, layer, 8 * everything - copy - activations),
     }
+
+
+def describe(parts: Mapping[str, int]) -> str:
+    """A plan as a line for the log."""
+    return f"{sum(parts.values()) / 1e9:.2f} GB: " + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size)
 
 
 def compiled(program: Any) -> int:
@@ -79,7 +87,8 @@ def _kept(c: ModelConfig, remat: str, attention: str, shape: Shape, size: int, t
     """Numbers of `dtype` that a token keeps in a layer from its forward to its backward pass, by the policy of model.remat.
 
     full: the layer's input. dots: also the results of its projections. none: also what norms, rotary embedding, activation
-    function and attention have made; without a fused kernel that is the scores of every head, in float32, and their softmax.
+    function and attention have made; without a fused kernel that is the scores of every head and their softmax, in float32 and in
+    `dtype` (as XLA plans it for a CPU; it may keep less elsewhere).
     """
     q, kv, F = c.num_heads * c.head_size / tensor, c.num_kv_heads * c.head_size / tensor, c.mlp_width / tensor
     if remat == "full":
@@ -87,17 +96,22 @@ def _kept(c: ModelConfig, remat: str, attention: str, shape: Shape, size: int, t
     dots = c.width + q + 2 * kv + 2 * c.width + 2 * F
     if remat == "dots":
         return dots
-    scores = c.num_heads / tensor * (shape.T + shape.C) * (4 / size + 1) if attention == "xla" else 0.0
+    scores = c.num_heads / tensor * (shape.T + shape.C) * (12 / size + 1) if attention == "xla" else 0.0
     return dots + 4 * c.width + 2 * q + 2 * F + scores
+
+
+@functools.cache
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
+    return {sharding.path_name(path): leaf.shape for path, leaf in leaves}
 
 
 def _parameters(config: ModelConfig, mesh: Mapping[str, int]) -> tuple[int, int, int]:
     """Numbers on one device: of all parameters, of the layers', of the largest of the others (the embedding or the head)."""
     everything = layers = largest = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(config)):
-        name = sharding.path_name(path)
-        spec = sharding.parameter_spec(name, leaf.shape, mesh)
-        count = math.prod(leaf.shape) // math.prod(mesh[axis] for axis in spec if axis)
+    for name, shape in _shapes(config).items():
+        spec = sharding.parameter_spec(name, shape, mesh)
+        count = math.prod(shape) // math.prod(mesh[axis] for axis in spec if axis)
         everything += count
         if name.startswith("layers/"):
             layers += count

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from deepgrpo.learner import packing, sharding, step
+from deepgrpo.learner import memory, packing, sharding, step
 from deepgrpo.learner import policy as policies
 from deepgrpo.learner.objective import Objective
 from deepgrpo.learner.optim import Optim
@@ -102,8 +102,28 @@ class Programs:
             lowered = self.lower(name, shape)
             traced = time.monotonic()
             program = lowered.compile()
-        log.info("compiled %s %s: traced in %.1f s, compiled in %.1f s", name, shape, traced - start, time.monotonic() - traced)
+        seconds = traced - start, time.monotonic() - traced
+        gigabytes = memory.compiled(program) / 1e9
+        log.info("compiled %s %s: traced in %.1f s, compiled in %.1f s, %.2f GB a device", name, shape, *seconds, gigabytes)
         return program
+
+    def memory_plan(self, shapes: Iterable[Shape]) -> dict[str, int]:
+        """Bytes on a device by part, of the shape that needs most; see `memory.plan_memory`."""
+        plans = [
+            memory.plan_memory(
+                self.model.config,
+                shape,
+                dtype=self.model.dtype,
+                remat=self.model.remat,
+                mesh=self.mesh.shape,
+                logprob_block=self.block,
+                reference="reference" in self.abstract_state,
+                attention=self.model.placement.attention,
+                teacher_optimizer="teacher_adam" in self.abstract_state,
+            )
+            for shape in shapes
+        ]
+        return max(plans, key=lambda parts: sum(parts.values()))
 
     def lower(self, name: str, shape: Shape) -> Any:
         """A program lowered for a batch shape, from shapes alone: nothing is allocated."""

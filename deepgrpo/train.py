@@ -76,8 +76,8 @@ def main(config, line) -> None:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     distributed.initialise(config.learner)
-    if jax.process_count() > 1 and config.rollout.engine == "native":
-        raise SystemExit("the native engine lives in one process with its learner: several need --config.rollout.engine=vllm")
+    if problems := config_lib.process_problems(config, jax.process_count()):
+        raise config_lib.ConfigError("\n".join(problems))
     with contextlib.ExitStack() as stack:
         train(config, line, stack, stop)
 

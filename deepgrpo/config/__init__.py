@@ -4,6 +4,7 @@ Nothing in here imports JAX or loads a model: a mistyped key, a missing file or 
 """
 
 from deepgrpo.config.command_line import CommandLine, ConfigError, flatten, from_command_line, validate
+from deepgrpo.config.constraints import process_problems
 from deepgrpo.config.inputs import check_inputs
 from deepgrpo.config.resolved import run_folder, write_resolved
 
@@ -13,6 +14,7 @@ __all__ = [
     "check_inputs",
     "flatten",
     "from_command_line",
+    "process_problems",
     "run_folder",
     "validate",
     "write_resolved",

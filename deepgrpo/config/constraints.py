@@ -274,17 +274,35 @@ def process_rules(config: config_dict.ConfigDict) -> list[Rule]:
             learner.process_id < learner.num_processes,
             "processes are numbered from 0; expected a number below learner.num_processes",
         ),
+    ] + [((key, "learner.num_processes"), fits, text) for key, fits, text in several_rules(config, learner.num_processes)]
+
+
+def several_rules(config: config_dict.ConfigDict, processes: int) -> list[tuple[str, bool, str]]:
+    """(key, whether its value fits, what to do) for a learner of so many processes."""
+    alone = processes == 1
+    return [
         (
-            ("learner.num_processes", "rollout.engine"),
-            learner.num_processes == 1 or config.rollout.engine == "vllm",
+            "rollout.engine",
+            alone or config.rollout.engine == "vllm",
             "the native engine lives in one process with its learner; use rollout.engine=vllm",
         ),
         (
-            ("learner.num_processes", "weights.route"),
-            learner.num_processes == 1 or config.weights.route == "orbax",
+            "weights.route",
+            alone or config.weights.route == "orbax",
             "route direct reads the whole policy in one process; use weights.route=orbax",
         ),
+        (
+            "weights.folder",
+            alone or bool(config.weights.folder),
+            "the learner's processes write a snapshot together; name a folder that all their hosts share",
+        ),
     ]
+
+
+def process_problems(config: config_dict.ConfigDict, processes: int) -> list[str]:
+    """What a learner of so many processes cannot work with: for those whose number a scheduler decided."""
+    found = several_rules(config, processes)
+    return [f"{key}, with {processes} processes of the learner: {text}" for key, fits, text in found if not fits]
 
 
 def distribution_rules(config: config_dict.ConfigDict) -> list[Rule]:

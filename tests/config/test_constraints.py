@@ -48,6 +48,9 @@ def message(*overrides) -> str:
         (["--config.teacher.replay=/nowhere"], ["teacher.replay", "does not exist"]),
         (["--config.teacher.deadline=1"], ["teacher.deadline", "teacher.timeout"]),
         (["--config.learner.mesh=2,-1,-1"], ["learner.mesh"]),
+        (["--config.learner.coordinator=host"], ["learner.coordinator", "HOST:PORT"]),
+        (["--config.learner.num_processes=2"], ["learner.coordinator=HOST:PORT", "rollout.engine=vllm", "weights.folder"]),
+        (["--config.learner.process_id=1"], ["learner.process_id = 1", "learner.num_processes"]),
         (["--config.objective.teacher_loss=sft"], ["teacher_reduction = 'mixed_token_mean'", "separate_stream_mean"]),
         (["--config.objective.teacher_loss=luffy", "--config.objective.teacher_update=post_ppo"], ["teacher_loss=sft"]),
         (["--config.objective.teacher_coef=0.5"], ["objective.teacher_coef = 0.5", "no coefficient"]),
@@ -119,3 +122,11 @@ def test_names_are_those_of_the_code():
     assert set(constraints.CHOICES["teacher.oracle"]) == set(rules.RULES)
     assert set(constraints.CHOICES["data.template"]) == templates.TEMPLATES.keys()
     assert set(constraints.READERS) == readers.READERS.keys()
+
+
+def test_a_scheduler_may_start_more_processes_than_the_configuration_can_use():
+    config, _ = parse()
+    assert config_lib.process_problems(config, 1) == []
+    assert [line.partition(",")[0] for line in config_lib.process_problems(config, 2)] == ["rollout.engine", "weights.folder"]
+    fits = ("--config.rollout.engine=vllm", "--config.weights.folder=/shared")
+    assert config_lib.process_problems(parse(*fits)[0], 2) == []

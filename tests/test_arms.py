@@ -1,0 +1,71 @@
+"""The real training loop in each arm of the teacher's tokens: it trains on them, leaves its metrics, resumes bit for bit."""
+
+import shutil
+
+import pytest
+
+from configs import common
+from deepgrpo.weights.checkpoint import Checkpoints
+from tests.telemetry.test_documented import documented
+from tests.test_train import STEPS, assert_same, in_process, outcome
+
+# 16 problems in batches of up to 8: two epochs end within the run, one of them before the checkpoint that is resumed from.
+SMALL = {
+    **{"data__batch_size": 8, "optim__mini_batch_prompts": 8, "rollout__n": 4, "optim__teacher__mini_batch_rows": 4},
+    **{"validation__every": 0, "checkpoint__every": 4, "checkpoint__keep": 2, "telemetry__rollouts_every": 0},
+}
+ARMS = {name: common.TEACHER_ARMS[name] for name in ("luffy", "snis", "sft")}
+ARMS["sft_post_step"] = ARMS["sft"] | {"curriculum.suffix_sft": "post_step"}
+
+
+def settings(arm: str) -> dict[str, object]:
+    return SMALL | {key.replace(".", "__"): value for key, value in ARMS[arm].items()}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_arm_trains_on_the_teachers_tokens_and_resumes_bit_for_bit(student, tmp_path, arm):
+    records = in_process(tmp_path / "whole", **settings(arm))
+    whole = outcome(tmp_path / "whole", student)
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "carry_chain" / "checkpoints" / str(STEPS))  # as if it had been killed before
+    assert Checkpoints(tmp_path / "resumed" / "carry_chain" / "checkpoints", 1, False, "").latest_step() == STEPS // 2
+    in_process(tmp_path / "resumed", **settings(arm))
+    resumed = outcome(tmp_path / "resumed", student)
+    assert_same(whole, resumed)
+    assert all(resumed["host"][part] == whole["host"][part] for part in ("suffix_sft", "learner"))
+
+    known = documented()
+    prefixes = ("prefix_luffy/", "prefix_suffix_sft/", "epoch_suffix_sft/", "sft/", "actor/teacher_chain/")
+    assert not [name for r in records for name in r if name.startswith(prefixes) and not known.fullmatch(name)]
+    check = {"luffy": check_rows, "snis": check_rows, "sft": check_epochs, "sft_post_step": check_steps}
+    check[arm](arm, records)
+
+
+def check_rows(arm, records):
+    built = [record["prefix_luffy/teacher_rows_built"] for record in records]
+    assert built[0] == 0 < sum(built)
+    assert [record["data/teacher_chain_count"] for record in records] == built
+    assert all((f"actor/teacher_chain/{arm}_loss" in record) == (n > 0) for record, n in zip(records, built, strict=True))
+    assert all(0 <= record["prefix_luffy/teacher_token_fraction"] < 0.5 for record in records)
+    assert not any("sft/optimizer_steps" in r and r["sft/optimizer_steps"] for r in records)
+
+
+def check_epochs(arm, records):
+    phases = [record for record in records if "epoch_suffix_sft/enabled" in record]
+    ends = [int(record["step"]) for record in phases]
+    assert 2 <= len(ends) < STEPS and ends[-1] == STEPS  # at the end of each epoch and of the run
+    starts = [record["epoch_suffix_sft/epoch_start_step"] for record in phases]
+    assert starts == [1, *(end + 1 for end in ends[:-1])]
+    assert sum(record["sft/optimizer_steps"] for record in records) > 0
+    for record in phases:
+        trained = record["epoch_suffix_sft/optimizer_steps"]
+        assert record["sft/optimizer_steps"] == trained and record["epoch_suffix_sft/recorded_entries"] == 4 * trained
+        assert record["teacher/events_queued"] == record["teacher/events_in_flight"] == 0
+    assert all("prefix_suffix_sft/ready_trees" in record and "data/teacher_chain_count" in record for record in records)
+    assert not any(name.startswith("prefix_luffy/") for name in records[-1])
+
+
+def check_steps(arm, records):
+    trained = [record["prefix_suffix_sft/recorded_entries"] for record in records]
+    assert sum(n == 4 for n in trained) > STEPS // 2 and set(trained) <= {0, 4}
+    assert all("epoch_suffix_sft/enabled" not in record for record in records)

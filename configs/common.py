@@ -112,7 +112,13 @@ def get_config() -> ml_collections.ConfigDict:
     config.weights.attempts = 2  # loads of one snapshot before a server is restarted on it
     config.weights.tolerance = 0.0  # mean |log-prob difference| that a proof may show; 0: by dtype
 
-    config.loop = "reasoning"  # how a prompt becomes scored rollouts: loops/
+    config.loop = "reasoning"  # how a prompt becomes scored rollouts: reasoning | treerl (a baseline: loops/)
+
+    config.treerl = section()  # loop=treerl: M (1 + N L T) responses a prompt, whatever rollout.n is
+    config.treerl.M = 6  # trees, each of a first response
+    config.treerl.N = 2  # forks of a tree in a round, before its least likely tokens
+    config.treerl.L = 1  # rounds; 0: no forks
+    config.treerl.T = 2  # new continuations of a fork
 
     config.rewards = section()
     config.rewards.threshold = 0.0  # success is reward > threshold; failure reward <= threshold

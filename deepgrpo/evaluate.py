@@ -103,7 +103,7 @@ from deepgrpo.weights.setup import open_engine  # noqa: E402
 
 log = logging.getLogger("deepgrpo.evaluate")  # by its name: __name__ is __main__ here
 
-LOOPS = {"reasoning": reasoning.run}
+LOOPS = {"reasoning": reasoning.run, "treerl": reasoning.run}  # trees are for training
 GRADING_PATIENCE = 20  # deadlines of one answer that a chunk may wait for verdicts after its last rollout
 
 

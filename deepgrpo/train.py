@@ -43,7 +43,7 @@ from deepgrpo.learner.attach import find_continuations  # noqa: E402
 from deepgrpo.learner.learner import Learner, PendingUpdate  # noqa: E402
 from deepgrpo.learner.minibatch import step_rows  # noqa: E402
 from deepgrpo.learner.training_rows import training_rows  # noqa: E402
-from deepgrpo.loops import reasoning  # noqa: E402
+from deepgrpo.loops import dynamic, reasoning, treerl  # noqa: E402
 from deepgrpo.loops.base import Setting, with_branches, with_sampling  # noqa: E402
 from deepgrpo.model.config import ModelConfig  # noqa: E402
 from deepgrpo.model.transformer import abstract_params  # noqa: E402
@@ -56,14 +56,14 @@ from deepgrpo.telemetry import alerts, dumps, statistics  # noqa: E402
 from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
 from deepgrpo.telemetry.metrics import Metrics  # noqa: E402
 from deepgrpo.telemetry.progress import Progress, Timer  # noqa: E402
-from deepgrpo.types import Group, Prompt  # noqa: E402
+from deepgrpo.types import Prompt  # noqa: E402
 from deepgrpo.weights import best, hf  # noqa: E402
 from deepgrpo.weights.checkpoint import Checkpoints  # noqa: E402
 from deepgrpo.weights.setup import open_engine, storing  # noqa: E402
 
 log = logging.getLogger("deepgrpo.train")  # by its name: __name__ is __main__ here
 
-LOOPS = {"reasoning": reasoning.run}
+LOOPS = {"reasoning": lambda config: reasoning.run, "treerl": treerl.create}
 CURRICULA = {"none": none.create, "forest": forest.create, "chain": chain.create, "flat": flat.create}
 CURRICULA |= {"branches_inline": branches.create_inline, "branches": branches.create_buffered, "suffixes": suffixes_lib.create}
 GRADING_PATIENCE = 20  # deadlines of one answer that a whole batch may still wait for verdicts after its last rollout
@@ -123,16 +123,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     choosing = load(data.selection, data.validation_limit)
     sources = {problem.data_source for problem in problems + held_out + choosing}
     grading = open_grading(config, stack, sources, run / "judge")
-    if (shared := dataset_lib.contamination(problems, held_out)) and not data.allow_overlap:
-        raise SystemExit(
-            f"{shared} training questions are also in data.validation {data.validation}: every score would be too good. "
-            "Take them out, or set --config.data.allow_overlap=true"
-        )
-    if (shared := dataset_lib.contamination(problems + held_out, choosing)) and not data.allow_overlap:
-        raise SystemExit(
-            f"{shared} questions of data.selection are also in data.train or data.validation: the best would be chosen on "
-            "what it has seen or on what is reported. Take them out, or set --config.data.allow_overlap=true"
-        )
+    dataset_lib.refuse_overlap(problems, held_out, choosing, data.allow_overlap)
     dataset = dataset_lib.Dataset(problems, data.batch_size, config.seed, data.shuffle)
     total_steps = config.train.steps or config.train.epochs * dataset.batches_per_epoch
 
@@ -175,7 +166,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         store = storing(config, learner, model_config, len(tokenizer))
         learner.follow({"save": lambda step: checkpoints.save(step, learner.state, {}), "store": store})
         return
-    loop = LOOPS[config.loop]
+    loop = LOOPS[config.loop](config)
     curriculum = CURRICULA[config.curriculum.pool](config)
     suffixes = suffix_sft.create(config, curriculum, learner.update_teacher, stop_ids)
     teacher = None
@@ -237,8 +228,16 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             prompts.append(Prompt(s.ids, s.problem, n, f"{at}:state:{i}", s.node, s.stream))
         return prompts
 
-    def roll_out(parties: Setting, prompts: list[Prompt], at: int) -> list[Group]:
-        return with_branches(loop, parties, prompts, curriculum, at)
+    def roll_out(parties: Setting, prompts: list[Prompt], at: int) -> dynamic.Batch:
+        """A step's rollouts; with dynamic sampling, of further dataset prompts too."""
+
+        def roll(asked, number):
+            return with_branches(loop, parties, asked, curriculum, at, number)
+
+        def further(n, _number, offset):
+            return [Prompt(p.prompt_ids, p, rollout.n, f"{at}:{offset + i}") for i, p in enumerate(dataset.next(n))]
+
+        return dynamic.run(roll, prompts, further, max_rounds=rollout.dynamic_sampling, on_cap=rollout.dynamic_on_cap)
 
     def validate(at: int) -> dict[str, float]:
         validated = enumerate(held_out + choosing)
@@ -294,7 +293,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             #  Prompts (the data set's, and hard states) and their rollouts, graded as they finish
             ########################################################################################################
             with timer("gen"):
-                groups = ahead.result() if ahead else roll_out(setting, draw(step), step)
+                batch = ahead.result() if ahead else roll_out(setting, draw(step), step)
+            groups = batch.groups
             ahead = None
             student_tokens += sum(len(r.completion.ids) for group in groups for r in group.rollouts)
 
@@ -321,7 +321,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
                 ahead = others.submit(roll_out, setting_of_others, draw(step + 1), step + 1)
             oldest = min((r.completion.version for group in groups for r in group.rollouts), default=versions[-1])
             metrics["rollout_mismatch/staleness"] = sum(version > oldest for version in versions)
-            rows, of_rows = training_rows(groups, continuations, config, stop_ids)
+            rows, of_rows = training_rows(batch.trained, continuations, config, stop_ids)
             update = learner.start_update(rows, step)
             of_suffixes = suffixes.train(rows, step, ended, last)  # the sft arm's own optimizer steps, when they are due
             if late:
@@ -342,7 +342,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             if not ahead:
                 update.metrics()  # waits for the devices, which is part of the step
         metrics |= statistics.group_statistics(groups, config.rewards.threshold) | part_means(groups)
-        metrics |= of_rows | curriculum.metrics() | of_suffixes
+        metrics |= of_rows | batch.metrics | curriculum.metrics() | of_suffixes
         metrics |= (teacher.metrics() if teacher else {}) | grading.metrics() | engine.metrics() | timer.metrics()
         metrics |= {"training/global_step": step, "training/epoch": epoch, "training/student_tokens": student_tokens}
         late = (step, metrics, update)

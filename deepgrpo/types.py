@@ -113,10 +113,21 @@ class Grade:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rollout:
-    """One scored sample of a prompt."""
+    """One scored sample of a prompt.
+
+    advantages: float64[R] of its tokens, from a loop that finds them itself; None: the objective's, relative to the group.
+    shared: leading response tokens that another rollout of the group has as well, sampled once for both.
+    """
 
     completion: Completion
     grade: Grade
+    advantages: np.ndarray | None = None
+    shared: int = 0
+
+    @property
+    def sampled(self) -> int:
+        """Response tokens that were sampled for this rollout."""
+        return len(self.completion.ids) - self.shared
 
     @property
     def reward(self) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from deepgrpo.config import branch_rules, curriculum_rules, objective_rules
+from deepgrpo.config import branch_rules, curriculum_rules, objective_rules, treerl_rules
 
 GENERATED = ("carry_chain", "arithmetic")  # data sets that come from a generator, not from a file
 ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
@@ -25,7 +25,7 @@ CHOICES = {
     "weights.route": ("orbax", "direct"),
     "rewards.grader": ("typed", "compat_fast", "compat_full"),
     "rewards.extract": ("default", "answer_tag", "answer_tag_lenient", "mark"),
-    "loop": ("reasoning",),
+    "loop": ("reasoning", "treerl"),
     "teacher.enable_thinking": ("true", "false", "unset"),
     "judge.enable_thinking": ("true", "false", "unset"),
     "teacher.oracle": ("carry_chain", "arithmetic", "solutions"),
@@ -114,6 +114,7 @@ RANGES = {  # key: interval of its value or of each element
     **curriculum_rules.RANGES,
     **branch_rules.RANGES,
     **objective_rules.RANGES,
+    **treerl_rules.RANGES,
     "optim.lr": "(0, inf)",
     "optim.warmup_steps": "[0, inf)",
     "optim.b1": "[0, 1)",
@@ -188,6 +189,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
         + (vllm_rules(config) if config.rollout.engine == "vllm" else [])
         + (curriculum_rules.rules(config) if injects else [])
         + branch_rules.rules(config)
+        + treerl_rules.rules(config)
         + (teacher_rules(config) if injects and config.teacher.enabled else [])
     )
 

@@ -19,7 +19,7 @@ class Row:
     """One training sample: a prompt (locked prefix included) and a response, every token of which is trained.
 
     prompt_ids: int32[P], P >= 1. response_ids: int32[R], the stop id included when one was sampled.
-    advantage: scalar, of every response token; unused for teacher rows.
+    advantage: scalar, of every response token, or float64[R], of each; unused for teacher rows.
     source: MAIN, BRANCH or TEACHER. teacher_coef: A* (luffy) or the weight c (snis) of a teacher row, else 0.
     rollout_logps: float32[R] from the engine that sampled the response, or None (teacher rows).
     group_id: rows of one prompt in one step share it. dataset_index: of the problem; -1 for injected and teacher rows.
@@ -28,7 +28,7 @@ class Row:
 
     prompt_ids: Ids
     response_ids: Ids
-    advantage: float
+    advantage: float | np.ndarray
     source: int
     teacher_coef: float
     rollout_logps: np.ndarray | None
@@ -36,6 +36,16 @@ class Row:
     dataset_index: int
     injected: bool
     reward: float
+
+    @property
+    def token_advantages(self) -> np.ndarray:
+        """float64[R]"""
+        return np.broadcast_to(np.asarray(self.advantage, np.float64), len(self.response_ids))
+
+    @property
+    def mean_advantage(self) -> float:
+        """Over the response's tokens; 0 if it has none of them and no advantage of its own."""
+        return float(np.mean(self.advantage)) if np.size(self.advantage) else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Overlong:
 
 
 def rows_from_groups(groups: Sequence[Group], advantage_mode: str, overlong: Overlong = Overlong()) -> list[Row]:  # noqa: B008
-    """Student rows of a step, in group order, with advantages relative to their own group.
+    """Student rows of a step, in group order, with advantages relative to their own group where the loop gave none.
 
     A rollout without a verdict is neither a row nor part of its group's mean. Two groups of the same problem in one step keep
     separate baselines, as in the reference. `Row.reward` is the grader's verdict, whatever `overlong` makes of it.
@@ -90,7 +100,7 @@ def rows_from_groups(groups: Sequence[Group], advantage_mode: str, overlong: Ove
             Row(
                 prompt_ids=prompt.ids,
                 response_ids=rollout.completion.ids,
-                advantage=float(advantage),
+                advantage=float(advantage) if rollout.advantages is None else rollout.advantages,
                 source=BRANCH if prompt.stream == "branch" else MAIN,
                 teacher_coef=0.0,
                 rollout_logps=rollout.completion.logps,
@@ -114,7 +124,7 @@ def keep_rows(rows: Sequence[Row], zero_gradient_rows: str = "drop") -> list[Row
     """
     if zero_gradient_rows == "keep":
         return list(rows)
-    return [row for row in rows if row.source == TEACHER or abs(row.advantage) * len(row.response_ids) > NEGLIGIBLE]
+    return [row for row in rows if row.source == TEACHER or np.abs(row.token_advantages).sum() > NEGLIGIBLE]
 
 
 def whiten_rows(rows: Sequence[Row]) -> list[Row]:
@@ -122,11 +132,12 @@ def whiten_rows(rows: Sequence[Row]) -> list[Row]:
     out = list(rows)
     for source in (MAIN, BRANCH):
         members = [i for i, row in enumerate(rows) if row.source == source and len(row.response_ids)]
-        lengths = [len(rows[i].response_ids) for i in members]
-        tokens = np.repeat([rows[i].advantage for i in members], lengths)
-        white = whiten(tokens, np.ones(len(tokens)))
-        for i, end in zip(members, np.cumsum(lengths), strict=True):
-            out[i] = dataclasses.replace(rows[i], advantage=float(white[end - 1]))
+        tokens = np.concatenate([np.zeros(0), *(rows[i].token_advantages for i in members)])
+        white, end = whiten(tokens, np.ones(len(tokens))), 0
+        for i in members:
+            begin, end = end, end + len(rows[i].response_ids)
+            advantage = white[begin:end] if np.ndim(rows[i].advantage) else float(white[begin])
+            out[i] = dataclasses.replace(rows[i], advantage=advantage)
     return out
 
 
@@ -171,7 +182,7 @@ def data_metrics(rows: Sequence[Row], max_model_len: int) -> dict[str, float]:
         response = np.array([len(r.response_ids) for r in members])
         for key, values in (
             (f"critic/{name}/rewards", np.array([r.reward for r in members])),
-            (f"critic/{name}/advantages", np.array([r.advantage for r in members])),
+            (f"critic/{name}/advantages", np.array([r.mean_advantage for r in members])),
             (f"prompt_length/{name}", prompt),
             (f"response_length/{name}", response),
             (f"sequence_length/{name}", prompt + response),
@@ -179,6 +190,21 @@ def data_metrics(rows: Sequence[Row], max_model_len: int) -> dict[str, float]:
             metrics |= {f"{key}/mean": float(values.mean()), f"{key}/max": float(values.max()), f"{key}/min": float(values.min())}
         metrics[f"sequence_length/{name}/clip_ratio"] = float(np.mean(prompt + response >= max_model_len))
     return metrics
+
+
+def tree_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """`treerl/*` of groups whose rollouts were forked from one another; nothing of others."""
+    leaves = [rollout for group in groups for rollout in group.rollouts if rollout.advantages is not None]
+    if not leaves:
+        return {}
+    advantages = np.concatenate([leaf.advantages for leaf in leaves])
+    tokens, shared = sum(len(leaf.completion.ids) for leaf in leaves), sum(leaf.shared for leaf in leaves)
+    return {
+        "treerl/leaves": len(leaves) / sum(bool(group.verdicts()) for group in groups),
+        "treerl/forked_share": sum(leaf.shared > 0 for leaf in leaves) / len(leaves),
+        "treerl/shared_token_share": shared / max(tokens, 1),
+        "treerl/token_advantage_abs": float(np.abs(advantages).mean()) if tokens else 0.0,
+    }
 
 
 def filter_metrics(before: Sequence[Row], after: Sequence[Row]) -> dict[str, float]:

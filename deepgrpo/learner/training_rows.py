@@ -1,5 +1,6 @@
 """A step's scored groups in, the rows that train out: advantages, teacher rows, rows without a gradient left out."""
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import ml_collections
@@ -8,6 +9,8 @@ from deepgrpo.learner import rows as rows_lib
 from deepgrpo.learner.attach import Continuation, attach, join
 from deepgrpo.learner.rows import Overlong, Row
 from deepgrpo.types import Group
+
+log = logging.getLogger(__name__)
 
 
 def training_rows(
@@ -23,7 +26,7 @@ def training_rows(
       stop_ids: of the student; the first one closes a teacher's suffix.
 
     Returns:
-      (rows, metrics of all rows before and after some leave: `critic/*`, `data/*`, lengths, `prefix_luffy/*`).
+      (rows, metrics of all rows before and after some leave: `critic/*`, `data/*`, lengths, `prefix_luffy/*`, `treerl/*`).
     """
     o, limit = config.objective, config.rollout.max_model_len
     overlong = Overlong.from_config(o, limit)
@@ -51,6 +54,8 @@ def training_rows(
             overlong=overlong,
         )
     rows = rows_lib.keep_rows(every, o.zero_gradient_rows)
-    metrics |= rows_lib.overlong_metrics(groups, overlong) | rows_lib.data_metrics(every, limit)
+    if not rows:  # groups without a contrast are plain GRPO's daily bread, anything else deserves a look
+        log.log(logging.DEBUG if every else logging.WARNING, "no update: %s", rows_lib.skip_reason(groups, overlong))
+    metrics |= rows_lib.overlong_metrics(groups, overlong) | rows_lib.data_metrics(every, limit) | rows_lib.tree_metrics(groups)
     metrics |= rows_lib.filter_metrics(every, rows)
     return rows_lib.whiten_rows(rows) if o.whiten else rows, metrics

@@ -32,12 +32,7 @@ def run(setting: Setting, prompts: Sequence[Prompt], step: int, purpose: str) ->
             verdicts[i, j] = setting.grading.submit(as_answer(setting, prompts[i], completion, purpose))
 
     completions = setting.engine.generate(requests, setting.sampling, on_done=grade)
-    _, late = concurrent.futures.wait(verdicts.values(), timeout=setting.grading_deadline)
-    if late:
-        raise TimeoutError(
-            f"step {step}: {len(late)} of {len(verdicts)} answers had no verdict {setting.grading_deadline:.0f} s "
-            "after the last rollout; the grading service hangs (rewards.workers, rewards.deadline)"
-        )
+    require_verdicts(setting, list(verdicts.values()), step)
     return [
         Group(
             p,
@@ -49,6 +44,16 @@ def run(setting: Setting, prompts: Sequence[Prompt], step: int, purpose: str) ->
         )
         for i, p in enumerate(prompts)
     ]
+
+
+def require_verdicts(setting: Setting, verdicts: Sequence[concurrent.futures.Future[Grade]], step: int) -> None:
+    """Waits until all are there; raises TimeoutError after `setting.grading_deadline` seconds."""
+    _, late = concurrent.futures.wait(verdicts, timeout=setting.grading_deadline)
+    if late:
+        raise TimeoutError(
+            f"step {step}: {len(late)} of {len(verdicts)} answers had no verdict {setting.grading_deadline:.0f} s "
+            "after the last rollout; the grading service hangs (rewards.workers, rewards.deadline)"
+        )
 
 
 def full_is_truncated(setting: Setting, prompt: Prompt, completion: Completion) -> Completion:
@@ -70,7 +75,7 @@ def as_answer(setting: Setting, prompt: Prompt, completion: Completion, purpose:
         finish_reason=completion.finish_reason,
         ground_truth=problem.ground_truth,
         extra=problem.extra,
-        validation=purpose != "train",
+        validation=purpose in ("validation", "evaluation"),
         prompt=setting.tokenizer.decode(prompt.ids.tolist()),
         ending=setting.tokenizer.decode(ended.tolist()),
     )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from configs import ablations, common
 from deepgrpo import config as config_lib
 from deepgrpo.config import command_line
 
@@ -12,7 +13,11 @@ def load(experiment: str):
     return config_lib.from_command_line(["train.py", f"--config={command_line.ROOT / experiment}"])[0]
 
 
-@pytest.mark.parametrize("experiment", [*CHOICES, "configs/smollm2.py", "configs/smollm2.py:gsm8k"])
+ARMS = [f"{path}:{arm}" for path in ("configs/gsm8k_0p5b.py", "configs/math_1p5b.py") for arm in common.TEACHER_ARMS]
+OF_THE_DEMO = [f"configs/carry_chain.py:{arm}" for arm in ablations.ARMS]
+
+
+@pytest.mark.parametrize("experiment", [*CHOICES, "configs/smollm2.py", "configs/smollm2.py:gsm8k", *ARMS, *OF_THE_DEMO])
 def test_every_experiment_is_possible(experiment):
     docstring = (command_line.ROOT / experiment.partition(":")[0]).read_text().split('"""')[1]
     assert "python -m deepgrpo" in docstring and "Hardware" in docstring
@@ -22,6 +27,8 @@ def test_every_experiment_is_possible(experiment):
 def test_unknown_argument_is_named():
     with pytest.raises(config_lib.ConfigError, match="no task 'sums'"):
         load("configs/smollm2.py:sums")
+    with pytest.raises(config_lib.ConfigError, match="no arm 'sfr'; expected null, luffy, snis, sft"):
+        load("configs/math_1p5b.py:sfr")
 
 
 RELEASED = {
@@ -29,20 +36,46 @@ RELEASED = {
     "curriculum.rollout_n": 0, "rollout.temperature": 1.0, "rollout.top_p": 1.0, "validation.temperature": 0.0, "validation.n": 1,
     "optim.lr": 1e-6, "optim.schedule": "constant", "optim.warmup_steps": 0, "optim.weight_decay": 0.01, "optim.grad_clip": 1.0,
     "objective.clip_low": 0.2, "objective.clip_high": 0.28, "objective.clip_c": 3.0, "objective.kl_coef": 1e-4,
-    "objective.kl_type": "low_var_kl", "objective.advantage": "group_mean", "objective.teacher_loss": "null",
+    "objective.kl_type": "low_var_kl", "objective.advantage": "group_mean", "objective.luffy_gamma": 0.1,
     "rewards.threshold": 0.0, "checkpoint.every": 10, "checkpoint.keep": 1, "checkpoint.save_best": True, "validation.every": 10,
     "validation.before_train": True, "curriculum.pool": "forest", "curriculum.failures": "all", "teacher.max_concurrent": 32,
     "teacher.min_prefix_match_tokens": 10, "teacher.min_prefix_match_ratio": 0.05, "teacher.min_suffix_len": 100,
-    "teacher.model": "Qwen/Qwen3.5-27B-GPTQ-Int4", "teacher.enable_thinking": "false",
+    "teacher.model": "Qwen/Qwen3.5-27B-GPTQ-Int4", "teacher.enable_thinking": "false", "objective.snis_beta": 1.0,
+    "objective.teacher_coef": 1.0, "objective.whiten": False, "objective.zero_gradient_rows": "drop", "seed": 0,
+    "objective.overlong": "none", "objective.aggregation": "token_mean", "objective.ratio": "token", "objective.entropy_coef": 0.0,
+    "objective.tis_cap": 0.0,
+    "curriculum.suffix_sft_passes": 5, "curriculum.suffix_sft_batches": 1, "curriculum.injection_mode": "add",
+    "curriculum.min_remaining_tokens": 32, "curriculum.retire_after": 1, "curriculum.cut": "teacher",
+    "optim.teacher.lr": 1e-6, "optim.teacher.mini_batch_rows": 64, "optim.teacher.allow_partial": False,
 }  # fmt: skip
 BY_TASK = {
     "configs/gsm8k_0p5b.py": {"data.max_prompt_length": 512, "rollout.max_model_len": 1024, "curriculum.injection_ratio": 0.125},
     "configs/math_1p5b.py": {"data.max_prompt_length": 1024, "rollout.max_model_len": 4096, "curriculum.injection_ratio": 0.25},
 }
+OF_TEACHER = (  # teacher_rows, suffix_sft, and of the section objective: teacher_loss, teacher_update, teacher_reduction
+    *("curriculum.teacher_rows", "curriculum.suffix_sft"),
+    *("objective.teacher_loss", "objective.teacher_update", "objective.teacher_reduction"),
+)
+BY_ARM = {
+    "null": (True, "off", "null", "joint", "mixed_token_mean"),
+    "luffy": (True, "off", "luffy", "joint", "mixed_token_mean"),
+    "snis": (True, "off", "snis", "joint", "mixed_token_mean"),
+    "sft": (False, "epoch_local", "sft", "post_ppo", "separate_stream_mean"),
+}
 
 
+@pytest.mark.parametrize("arm", BY_ARM)
 @pytest.mark.parametrize("experiment", BY_TASK)
-def test_released_settings(experiment):
-    flat = config_lib.flatten(load(experiment))
-    expected = RELEASED | BY_TASK[experiment]
+def test_released_settings(experiment, arm):
+    flat = config_lib.flatten(load(f"{experiment}:{arm}"))
+    expected = RELEASED | BY_TASK[experiment] | dict(zip(OF_TEACHER, BY_ARM[arm], strict=True))
     assert {key: flat[key] for key in expected} == expected
+    assert flat["name"].endswith(f"-forest-{arm}")
+    assert arm != "null" or config_lib.flatten(load(experiment)) == flat  # the default
+
+
+def test_every_arm_belongs_to_a_question():
+    asked = [arm for question in ablations.QUESTIONS.values() for arm in question.arms]
+    assert set(asked) == set(ablations.ARMS) and list(ablations.QUESTIONS) == [f"R{n}" for n in range(1, 16)]
+    changed = [tuple(sorted(edits.items())) for edits in ablations.ARMS.values()]
+    assert len(set(map(str, changed))) == len(changed)  # no two are the same

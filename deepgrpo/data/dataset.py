@@ -102,6 +102,26 @@ def contamination(train: Sequence[Problem], held_out: Sequence[Problem]) -> int:
     return len(found)
 
 
+def refuse_overlap(
+    train: Sequence[Problem], held_out: Sequence[Problem], choosing: Sequence[Problem], allow_overlap: bool
+) -> None:
+    """Ends the program when a set that must be unseen shares questions with one that is seen; `allow_overlap` only counts them.
+
+    Args:
+      train, held_out, choosing: problems of data.train, data.validation and data.selection.
+    """
+    if (shared := contamination(train, held_out)) and not allow_overlap:
+        raise SystemExit(
+            f"{shared} training questions are also in data.validation: every score would be too good. "
+            "Take them out, or set --config.data.allow_overlap=true"
+        )
+    if (shared := contamination([*train, *held_out], choosing)) and not allow_overlap:
+        raise SystemExit(
+            f"{shared} questions of data.selection are also in data.train or data.validation: the best would be chosen on "
+            "what it has seen or on what is reported. Take them out, or set --config.data.allow_overlap=true"
+        )
+
+
 class Dataset:
     """Endless batches of problems. Each epoch is a fresh order of all of them; what is left of a batch at its end is dropped.
 

@@ -37,14 +37,19 @@ def with_branches(
     prompts: Sequence[Prompt],
     curriculum: Curriculum,
     step: int,
+    number: int = 0,
 ) -> list[Group]:
-    """Rolls out a step's prompts, and what the curriculum wants on top of their groups until it wants no more.
+    """Rolls out prompts of a step, and what the curriculum wants on top of their groups until it wants no more.
 
     Rollouts of one group_id form one group, in whichever round they were made.
+
+    Args:
+      number: of the call within the step; its random streams are its own.
     """
-    groups, rounds = loop(setting, prompts, step, "train"), 0
+    again = f"/{number}" if number else ""
+    groups, rounds = loop(setting, prompts, step, f"train{again}"), 0
     while more := curriculum.expand(groups, step):
-        groups = merged([*groups, *loop(setting, more, step, f"branches:{rounds}")])
+        groups = merged([*groups, *loop(setting, more, step, f"branches:{rounds}{again}")])
         rounds += 1
     return groups
 

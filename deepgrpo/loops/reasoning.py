@@ -9,6 +9,8 @@ from deepgrpo.rewards.grade import Answer
 from deepgrpo.rollout.engine import Request, sample_seed
 from deepgrpo.types import Completion, Grade, Group, Ids, Prompt, Rollout
 
+MEASURING = ("validation", "evaluation")  # how the purposes begin whose rollouts only measure; others train
+
 
 def run(setting: Setting, prompts: Sequence[Prompt], step: int, purpose: str) -> list[Group]:
     """Rolls every prompt out `prompt.n` times and grades each answer as soon as it is finished.
@@ -75,7 +77,7 @@ def as_answer(setting: Setting, prompt: Prompt, completion: Completion, purpose:
         finish_reason=completion.finish_reason,
         ground_truth=problem.ground_truth,
         extra=problem.extra,
-        validation=purpose in ("validation", "evaluation"),
+        validation=purpose.startswith(MEASURING),
         prompt=setting.tokenizer.decode(prompt.ids.tolist()),
         ending=setting.tokenizer.decode(ended.tolist()),
     )

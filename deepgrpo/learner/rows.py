@@ -198,11 +198,12 @@ def tree_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if not leaves:
         return {}
     advantages = np.concatenate([leaf.advantages for leaf in leaves])
-    tokens, shared = sum(len(leaf.completion.ids) for leaf in leaves), sum(leaf.shared for leaf in leaves)
+    tokens, sampled = sum(len(leaf.completion.ids) for leaf in leaves), sum(leaf.sampled for leaf in leaves)
     return {
         "treerl/leaves": len(leaves) / sum(bool(group.verdicts()) for group in groups),
         "treerl/forked_share": sum(leaf.shared > 0 for leaf in leaves) / len(leaves),
-        "treerl/shared_token_share": shared / max(tokens, 1),
+        "treerl/sampled_tokens": float(sampled),
+        "treerl/shared_token_share": 1.0 - sampled / max(tokens, 1),
         "treerl/token_advantage_abs": float(np.abs(advantages).mean()) if tokens else 0.0,
     }
 

@@ -20,8 +20,6 @@ from deepgrpo.loops.treerl_tree import MIN_PREFIX_RATIO, MIN_SUFFIX_TOKENS, Segm
 from deepgrpo.rollout.engine import Request, sample_seed
 from deepgrpo.types import Completion, Grade, Group, Prompt, Rollout, as_ids
 
-PLAIN = ("validation", "evaluation")  # purposes, or their beginnings, for which nothing is forked
-
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -78,7 +76,7 @@ def run(shape: Shape, setting: Setting, prompts: Sequence[Prompt], step: int, pu
     Raises:
       TimeoutError: grading did not end within `setting.grading_deadline` seconds after the last continuation.
     """
-    if purpose.startswith(PLAIN):
+    if purpose.startswith(reasoning.MEASURING):
         return reasoning.run(setting, prompts, step, purpose)
 
     def seeds(rounds: int, i: int, first: int, n: int) -> tuple[int, ...]:

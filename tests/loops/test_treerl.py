@@ -163,12 +163,20 @@ def test_a_prompt_without_room_gives_empty_answers():
     assert rows_lib.keep_rows(rows_lib.rows_from_groups([group], "group_mean")) == []
 
 
-@pytest.mark.parametrize("purpose", ["validation", "evaluation:gsm8k:0"])
-def test_validation_is_a_plain_rollout(purpose):
+@pytest.mark.parametrize("purpose", ["validation", "evaluation:gsm8k:0", "train", "train/1"])
+def test_what_only_measures_is_a_plain_rollout(purpose):
+    seen = []
+
+    class Grading(LastTokenGrader):
+        def submit(self, answer):
+            seen.append(answer.validation)
+            return super().submit(answer)
+
     prompts = [dataclasses.replace(prompt(), n=2)]
-    ours = treerl.run(Shape(6, 2, 1, 2), setting(random_engine()), prompts, 7, purpose)
-    plain = reasoning.run(setting(random_engine()), prompts, 7, purpose)
-    assert [[r.completion.ids.tolist() for r in group.rollouts] for group in ours] == [
-        [r.completion.ids.tolist() for r in group.rollouts] for group in plain
-    ]
-    assert len(ours[0].rollouts) == 2 and ours[0].rollouts[0].advantages is None
+    (ours,) = treerl.run(Shape(6, 2, 1, 2), setting(random_engine(), grading=Grading()), prompts, 7, purpose)
+    if purpose.startswith("train"):
+        assert len(ours.rollouts) > 6 and not any(seen)
+        return
+    (plain,) = reasoning.run(setting(random_engine()), prompts, 7, purpose)
+    assert [r.completion.ids.tolist() for r in ours.rollouts] == [r.completion.ids.tolist() for r in plain.rollouts]
+    assert seen == [True, True] and ours.rollouts[0].advantages is None

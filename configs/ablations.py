@@ -60,6 +60,7 @@ ARMS = {  # name: edits by dotted key
     "branches": BRANCHING | {"curriculum.pool": "branches"},
     "suffixes": BRANCHING
     | {"teacher.enabled": True, "curriculum.pool": "suffixes", "objective.teacher_loss": "luffy", "branches.batch_threshold": 16},
+    "treerl": {"loop": "treerl", "curriculum.pool": "none", "treerl.M": 2},  # 10 responses a prompt
     "retire_2": {"curriculum.retire_after": 2},
     # what is looked at
     "pass_at_k": {"evaluation.n": 256, "evaluation.temperature": 1.0},
@@ -111,7 +112,7 @@ QUESTIONS = {
     ),
     "R7": Question(
         "Does the pool's structure matter?",
-        ("forest", "chain", "flat", "branches_inline", "branches", "suffixes"),
+        ("forest", "chain", "flat", "branches_inline", "branches", "suffixes", "treerl"),
         f"{CURVE}. forest and chain draw the least recently used, flat by the variance of the outcome",
     ),
     "R8": Question("When is a state mastered?", ("forest", "retire_2"), f"{CURVE}; forest_pool/nodes_retired_this_step"),

@@ -62,6 +62,12 @@ def test_requests_say_everything_and_ids_are_verbatim(rig):
         assert (completion.finish_reason == "stop") == (completion.ids[-1] in (3, 4))
 
 
+def test_a_request_without_samples_is_not_sent(rig):
+    one, (asked, other) = rig(), tiny.make_requests([5, 12], samples=2, max_tokens=3)
+    completions = one.engine.generate([Request(other.prompt_ids, ()), asked], tiny.plain())
+    assert [len(group) for group in completions] == [0, 2] and len(one.fakes[0].bodies("/deepgrpo/generate")) == 1
+
+
 def test_seeds_decide_the_samples(rig):
     one, requests = rig(servers=2), tiny.make_requests([6, 6, 6], samples=4, max_tokens=6)
     first, again = (one.engine.generate(requests, tiny.plain()) for _ in range(2))

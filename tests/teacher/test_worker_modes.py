@@ -2,11 +2,9 @@
 
 import re
 
-import numpy as np
 import pytest
 
-from deepgrpo.curriculum.annotated_pool import AnnotatedEntry, AnnotatedPool
-from deepgrpo.curriculum.base import Curriculum
+from deepgrpo.curriculum.annotated_pool import AnnotatedPool
 from deepgrpo.curriculum.chain import ChainCurriculum
 from deepgrpo.curriculum.chain_pool import ChainPool
 from deepgrpo.curriculum.failed_pool import FailedPool, FailedRollout
@@ -14,6 +12,7 @@ from deepgrpo.curriculum.flat import FlatCurriculum
 from deepgrpo.curriculum.flat_pool import FlatPool
 from deepgrpo.curriculum.forest import ForestCurriculum
 from deepgrpo.curriculum.forest_pool import Forest
+from deepgrpo.curriculum.suffixes import SuffixCurriculum
 from deepgrpo.teacher.annotate import Outcome
 from deepgrpo.teacher.worker import TeacherWorker
 from deepgrpo.types import Problem, as_ids
@@ -87,32 +86,11 @@ class FlatMode:
         return {"entries": [{"state_ids": e.state_ids.tolist(), "initial_p_hat": e.initial_p_hat} for e in entries]}
 
 
-class BranchPoints(Curriculum):
-    """Failed pool to annotated pool, and nothing else."""
-
-    def __init__(self, failed, pool):
-        self.failed, self.pool = failed, pool
-
-    def dispatch(self, max_items, step):
-        return self.failed.dispatch(max_items, np.random.default_rng(step))
-
-    def resolve(self, failure, correction, step):
-        failed = self.failed.settle(failure.event)
-        if correction is not None:
-            c = correction
-            ids = failed.state_ids, c.prefix_ids, c.suffix_ids
-            self.pool.add([AnnotatedEntry(failed.problem, failed.group_id, *ids, c.reward, c.failed_suffix_ids, step)])
-        return "settled"
-
-    def pending(self):
-        return len(self.failed)
-
-
 class BranchPointsMode:
     def __init__(self, args):
         failed, self.pool = FailedPool(priority=args["failed_pool"] == "priority"), AnnotatedPool()
         self.labels = feed(failed, args["feed"])
-        self.curriculum = BranchPoints(failed, self.pool)
+        self.curriculum = SuffixCurriculum(failed, self.pool, seed=0, threshold=0.0)
 
     def found(self, result):
         names = {"prompt_ids": "state_ids", "prefix_ids": "prefix_ids", "suffix_ids": "suffix_ids"}

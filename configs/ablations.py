@@ -78,7 +78,7 @@ class Question:
     look: str
 
 
-CURVE = "val-core/avg/reward/mean@1 over training/student_tokens"
+CURVE = "val-core/<source>/reward/mean@1 over training/student_tokens"
 QUESTIONS = {
     "R1": Question(
         "Is it just more compute?",

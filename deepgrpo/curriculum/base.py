@@ -47,7 +47,8 @@ class Failure:
 class Correction:
     """A verified correction of one failure.
 
-    prefix_ids: int32[len], a literal slice of the failure's response ids: state_ids ++ prefix_ids is the new hard state.
+    prefix_ids: int32[len], a literal slice of the failure's response ids (curriculum.cut=solution: of the teacher's solution):
+      state_ids ++ prefix_ids is the new hard state.
     suffix_ids: int32[len], the teacher's tokens after it, closed by a stop id.
     reward: the grader's reward of the corrected answer.
     failed_suffix_ids: what the student had written instead.
@@ -101,6 +102,15 @@ class Curriculum:
     def pending(self) -> int:
         """Failures that `dispatch` could hand out now."""
         return 0
+
+    def look_up(self, node: Any) -> Mapping[str, Any]:
+        """What diagnostics can know of an injected state; empty for an unknown one. All curricula have created_step in it, those
+        with a teacher's suffix also suffix_ids, failed_suffix_ids and reward; `forest_inspect.look_up` has more."""
+        return {}
+
+    def deepest(self, n: int) -> list[Any]:
+        """Handles of the `n` deepest states, where states have a depth."""
+        return []
 
     def metrics(self) -> Mapping[str, float]:
         """Current sizes and cumulative counters (full names). Reading changes nothing."""

@@ -81,6 +81,17 @@ def test_rows_of_a_step():
     assert step_rows(config) == (1024, 0)
 
 
+@pytest.mark.parametrize(
+    "pool, other", [("branches_inline", 16 * 8 * 8), ("branches", 32 * 4), ("suffixes", 128 * 4)], ids=lambda x: str(x)
+)
+def test_rows_of_a_step_with_branches(pool, other):
+    config = common.get_config()
+    config.curriculum.pool = pool
+    assert step_rows(config) == (1024, other)
+    config.objective.teacher_loss = "luffy"
+    assert step_rows(config) == (1024, other + (128 if pool == "suffixes" else 0))
+
+
 @pytest.mark.parametrize("case", golden_cases("branching_*.json", {"injection_composition"}))
 def test_golden_injection(case):
     inputs, expected = case["inputs"], case["expected"]

@@ -179,8 +179,8 @@ def build(rows: Sequence[Row], cells: Sequence[Cell], shape: Shape, shards: int)
 
 
 def _fill_row(arrays: dict[str, np.ndarray], pieces, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
-    """Writes the pieces of one packed row; returns where the scored tokens of each but the prefixes begin, and the first column of
-    each."""
+    """Writes the pieces of one packed row; returns where the scored tokens of each but the prefixes begin, and the first column
+    of each."""
     start = scored = 0
     begins, columns = [], []
     for segment, piece in enumerate(pieces, 1):

@@ -101,8 +101,8 @@ def gather(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def chunked_attention(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight) -> jax.Array:
-    """`attention` by chunks of queries, each over the keys up to its end. Of several chunks, the backward pass computes the scores
-    again, so that those of one chunk exist at once."""
+    """`attention` by chunks of queries, each over the keys up to its end. Of several chunks, the backward pass computes the
+    scores again, so that those of one chunk exist at once."""
     T, S = q.shape[1], k.shape[1]
     if T <= QUERY_CHUNK:
         return attention(q, k, v, sight.mask())

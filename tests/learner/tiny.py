@@ -49,7 +49,7 @@ def make_rows(n: int, seed: int = 0, length: int | None = None, **changes) -> li
 
 
 def sibling_rows() -> list[Row]:
-    """Groups of 8, 2, 1, 4, 3 and 2 responses to prompts of 6, 2, 5, 1, 9 and 12 tokens: no prefix, one of a token, and longer."""
+    """Groups of 8, 2, 1, 4, 3 and 2 responses to prompts of 6, 2, 5, 1, 9 and 12 tokens."""
     rng, rows = np.random.default_rng(5), []
     for g, (n, P) in enumerate([(8, 6), (2, 2), (1, 5), (4, 1), (3, 9), (2, 12)]):
         prompt = as_ids(rng.integers(0, REAL_IDS, P))

@@ -176,6 +176,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.curriculum.max_nodes_per_tree = 0  # forest: root included; further children are refused; 0: no bound
     config.curriculum.drop_retired_events = False  # forest: drop a retired state's waiting failures; False: as the reference
     config.curriculum.retire_after = 1  # forest: groups in a row that must succeed as a whole before a state retires
+    config.curriculum.start_from = ""  # forest: a new run begins with that of this run, step or saved forest; "": with none
     config.curriculum.cut = (
         "teacher"  # where a new state ends: teacher (where they part) | own | random | solution (teacher/cut.py)
     )

@@ -188,6 +188,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
         + (judge_rules(config) if config.judge.base_url else [])
         + (vllm_rules(config) if config.rollout.engine == "vllm" else [])
         + (curriculum_rules.rules(config) if injects else [])
+        + curriculum_rules.start_rules(config)
         + branch_rules.rules(config)
         + treerl_rules.rules(config)
         + (teacher_rules(config) if injects and config.teacher.enabled else [])

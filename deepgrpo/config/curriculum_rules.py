@@ -87,6 +87,17 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
     ]
 
 
+def start_rules(config: config_dict.ConfigDict) -> list[Rule]:
+    curriculum = config.curriculum
+    return [
+        (
+            ("curriculum.start_from", "curriculum.pool"),
+            not curriculum.start_from or curriculum.pool == "forest",
+            "only a forest can be begun with; set curriculum.pool=forest, or leave curriculum.start_from empty",
+        ),
+    ]
+
+
 def suffix_sft_rules(config: config_dict.ConfigDict) -> list[Rule]:
     curriculum, o, off = config.curriculum, config.objective, config.curriculum.suffix_sft == "off"
     return [

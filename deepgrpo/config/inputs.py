@@ -15,6 +15,7 @@ import urllib.request
 
 from ml_collections import config_dict
 
+from deepgrpo.config import forest_folder
 from deepgrpo.config.command_line import ConfigError
 from deepgrpo.config.constraints import GENERATED, ORACLE
 
@@ -42,7 +43,7 @@ def check_inputs(config: config_dict.ConfigDict, resuming: bool = False) -> list
         + engine_problems(config)
         + model_problems(config)
         + data_problems(config)
-        + ([] if resuming else teacher)
+        + ([] if resuming else teacher + forest_problems(config))
     )
     if missing:
         count = "1 thing is" if len(missing) == 1 else f"{len(missing)} things are"
@@ -130,6 +131,27 @@ def data_problems(config: config_dict.ConfigDict) -> list[Problem]:
         return []
     get = config.data.origin or "put the files there, or point --config.data.train and --config.data.validation at yours"
     return [(f"data: {', '.join(absent)} not found", get)]
+
+
+def forest_problems(config: config_dict.ConfigDict) -> list[Problem]:
+    """The forest that a new run is to begin with: complete, and of ids that mean the same here."""
+    given = config.curriculum.start_from
+    if not given:
+        return []
+    another = "set --config.curriculum.start_from to a run of this model, one of its steps, or a saved forest"
+    try:
+        place = forest_folder.find(given)
+        theirs = forest_folder.vocabulary_of_forest(place)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [(f"forest: curriculum.start_from: {error}", another)]
+    if theirs is None:
+        name = f"python -m deepgrpo.forest merge {given} --model=THE_MODEL_THAT_MADE_IT --out=NEW, and start from NEW"
+        return [(f"forest: curriculum.start_from: which tokenizer the ids of {given} are of is not recorded there", name)]
+    ours = forest_folder.vocabulary_of_model(config.model.path)
+    if ours is not None and ours.sha256 != theirs.sha256:
+        what = f"the ids of {given} are of the vocabulary of {theirs.model}, and model.path={config.model.path} has another one"
+        return [(f"forest: curriculum.start_from: {what}", another)]
+    return []
 
 
 def teacher_problems(config: config_dict.ConfigDict) -> list[Problem]:

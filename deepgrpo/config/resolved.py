@@ -24,7 +24,7 @@ HARMLESS = (
     *("run_dir", "compilation_cache", "requires_accelerator", "model.origin"),
     *("data.origin", "data.validation", "data.validation_limit", "data.selection"),
     *("train.epochs", "train.steps", "train.student_tokens", "rewards.workers", "rewards.deadline"),
-    "rewards.waiting_workers",
+    *("rewards.waiting_workers", "curriculum.start_from"),
     *("teacher.base_url", "teacher.api_key_env", "teacher.timeout", "teacher.deadline", "teacher.stop_timeout"),
     *("teacher.max_concurrent", "teacher.cache", "teacher.replay", "teacher.token_budget", "teacher.money_budget"),
     *("teacher.prompt_price", "teacher.completion_price", "teacher.breaker_failures", "teacher.breaker_seconds"),

@@ -34,7 +34,8 @@ HARMLESS = (
     *("vllm.python", "vllm.servers", "vllm.attach", "vllm.token_env", "vllm.tensor_parallel", "vllm.gpu_ids", "vllm.block_size"),
     *("vllm.gpu_memory_utilization", "vllm.max_num_seqs", "vllm.max_concurrent", "vllm.request_deadline", "vllm.self_test"),
     *("vllm.control_deadline", "vllm.load_deadline", "vllm.start_deadline", "rollout.mismatch_alert", "weights."),
-    *("validation.", "evaluation.", "checkpoint.", "telemetry."),
+    *("learner.coordinator", "learner.num_processes", "learner.process_id", "learner.compile_ahead", "learner.peak_flops"),
+    *("validation.", "evaluation.", "checkpoint.", "telemetry.", "diagnostics."),
 )
 LENGTH = ("train.epochs", "train.steps")  # not harmless when the learning rate depends on the run's length
 RESTARTS_KEPT = 100

@@ -16,6 +16,8 @@ import logging
 import os
 import secrets
 import socket
+import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection
 from typing import Any
@@ -103,6 +105,7 @@ def open_channel(coordinator: str = "") -> Iterator[Channel | None]:
         yield None
         return
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_ends_all())
         if jax.process_index():
             ours = stack.enter_context(_reach(json.loads(_broadcast(b""))))
             yield Channel([ours])
@@ -114,6 +117,21 @@ def open_channel(coordinator: str = "") -> Iterator[Channel | None]:
         channel = Channel(accepted)
         yield channel
         channel.send("stop", {}, {})  # only after a life without an error: the others' last message must not lie
+
+
+@contextlib.contextmanager
+def _ends_all() -> Iterator[None]:
+    """An error ends this process at once, and JAX then the others, which may wait for it in a collective operation. By the usual
+    way out it would wait for them in turn, for minutes."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            raise
+        print(error.code) if isinstance(error, SystemExit) else traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _reach(greeting: Mapping[str, Any]) -> connection.Connection:

@@ -32,8 +32,8 @@ KEYS = {
 }
 
 
-def run(folder: pathlib.Path, count: int, **overrides: object) -> None:
-    """Runs two devices in `count` processes."""
+def run(folder: pathlib.Path, count: int, fails: str = "", **overrides: object) -> None:
+    """Runs two devices in `count` processes. fails: what the first one says when all are to end with an error."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -59,13 +59,15 @@ def run(folder: pathlib.Path, count: int, **overrides: object) -> None:
         for process in started:
             process.kill()
     for process, output in zip(started, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
+        assert (process.returncode != 0) == bool(fails), output[-4000:]
+    assert fails in outputs[0]
 
 
 def test_two_processes_train_save_resume_and_publish_as_one(student, tmp_path):
     run(tmp_path / "one", 1, **{"train.steps": 4})
     run(tmp_path / "two", 2, **{"train.steps": 2})
     run(tmp_path / "two", 2, **{"train.steps": 4})  # from the checkpoint that both wrote
+    run(tmp_path / "two", 2, fails="optim.lr", **{"train.steps": 6, "optim.lr": 1.0})  # refused by the first: nobody waits for it
     config = ModelConfig.from_hf(student)
     found = {}
     for name in ("one", "two"):

@@ -52,7 +52,7 @@ from deepgrpo.rewards.setup import open_grading  # noqa: E402
 from deepgrpo.rewards.weighted import part_means  # noqa: E402
 from deepgrpo.rollout.engine import Sampling  # noqa: E402
 from deepgrpo.teacher.setup import open_teacher  # noqa: E402
-from deepgrpo.telemetry import alerts, dumps, statistics  # noqa: E402
+from deepgrpo.telemetry import alerts, diagnostics, dumps, statistics  # noqa: E402
 from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
 from deepgrpo.telemetry.metrics import Metrics  # noqa: E402
 from deepgrpo.telemetry.progress import Progress, Timer  # noqa: E402
@@ -166,7 +166,6 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         store = storing(config, learner, model_config, len(tokenizer))
         learner.follow({"save": lambda step: checkpoints.save(step, learner.state, {}), "store": store})
         return
-    loop = LOOPS[config.loop](config)
     curriculum = CURRICULA[config.curriculum.pool](config)
     suffixes = suffix_sft.create(config, curriculum, learner.update_teacher, stop_ids)
     teacher = None
@@ -196,6 +195,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         log.info("resumed from %s after step %d", folder, step)
     metrics_file = Metrics(run, config.telemetry.tensorboard, resumed_step=-1 if resumed is None else step)
     stack.callback(metrics_file.close)
+    watch = diagnostics.Diagnostics(config, run, curriculum, learner, tokenizer.decode, stop_ids, problems, teacher, step)
+    loop = watch.timed(LOOPS[config.loop](config))
     if teacher:  # only now: it takes work at once
         teacher.start()
         stack.callback(teacher.stop, config.teacher.stop_timeout)
@@ -226,7 +227,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         for i, s in enumerate(states):
             n = s.n if s.n is not None else config.curriculum.rollout_n or rollout.n
             prompts.append(Prompt(s.ids, s.problem, n, f"{at}:state:{i}", s.node, s.stream))
-        return prompts
+        return watch.with_pairs(prompts, at)
 
     def roll_out(parties: Setting, prompts: list[Prompt], at: int) -> dynamic.Batch:
         """A step's rollouts; with dynamic sampling, of further dataset prompts too."""
@@ -273,10 +274,13 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
 
     progress = Progress(total_steps, config.train.student_tokens, step, student_tokens, config.telemetry.progress)
     stack.callback(progress.close)
-    if step == 0 and held_out and config.validation.every and config.validation.before_train:
-        metrics = validate(0) | {"training/student_tokens": 0.0}
-        metrics_file.write(0, metrics | timer.metrics())
-        progress.update(0, metrics)
+    if step == 0:
+        metrics = watch.recover(loop, setting, 0, timer) | {"training/student_tokens": 0.0}
+        if held_out and config.validation.every and config.validation.before_train:
+            metrics |= validate(0)
+        if len(metrics) > 1:
+            metrics_file.write(0, metrics | timer.metrics())
+            progress.update(0, metrics)
     gc.freeze()  # what exists by now stays: without this, a large forest makes every full collection a pause of a second
     if done():
         log.info("nothing to do: %s is at step %d of %d, with %d student tokens", run, step, total_steps, student_tokens)
@@ -294,6 +298,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             ########################################################################################################
             with timer("gen"):
                 batch = ahead.result() if ahead else roll_out(setting, draw(step), step)
+            batch = watch.look(batch, step)  # paired groups and the like are no part of the step
             groups = batch.groups
             ahead = None
             student_tokens += sum(len(r.completion.ids) for group in groups for r in group.rollouts)
@@ -317,7 +322,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             validates = bool(held_out) and config.validation.every > 0 and (last or step % config.validation.every == 0)
             saves = last or (keep.every > 0 and step % keep.every == 0)
             epoch, ended = dataset.epoch, dataset.epoch + dataset.last_of_epoch
-            if rollout.max_staleness and not (saves or validates or stop.is_set()):  # a checkpoint holds no half-made step
+            # A checkpoint holds no half-made step, and nothing else uses the engine meanwhile.
+            if rollout.max_staleness and not (saves or validates or watch.recovers(step) or stop.is_set()):
                 ahead = others.submit(roll_out, setting_of_others, draw(step + 1), step + 1)
             oldest = min((r.completion.version for group in groups for r in group.rollouts), default=versions[-1])
             metrics["rollout_mismatch/staleness"] = sum(version > oldest for version in versions)
@@ -339,12 +345,14 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             ########################################################################################################
             if validates:
                 metrics |= validate(step)
+            metrics |= watch.recover(loop, setting, step, timer)
             if not ahead:
                 update.metrics()  # waits for the devices, which is part of the step
         metrics |= statistics.group_statistics(groups, config.rewards.threshold) | part_means(groups)
         metrics |= of_rows | batch.metrics | curriculum.metrics() | of_suffixes
         metrics |= (teacher.metrics() if teacher else {}) | grading.metrics() | engine.metrics() | timer.metrics()
         metrics |= {"training/global_step": step, "training/epoch": epoch, "training/student_tokens": student_tokens}
+        metrics |= watch.metrics(rows, metrics, step)
         late = (step, metrics, update)
         if not ahead:
             metrics, late = write_log(*late), None

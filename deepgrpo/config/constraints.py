@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from deepgrpo.config import branch_rules, curriculum_rules, objective_rules, treerl_rules
+from deepgrpo.config import branch_rules, curriculum_rules, diagnostics_rules, objective_rules, treerl_rules
 
 GENERATED = ("carry_chain", "arithmetic")  # data sets that come from a generator, not from a file
 ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
@@ -115,6 +115,7 @@ RANGES = {  # key: interval of its value or of each element
     **branch_rules.RANGES,
     **objective_rules.RANGES,
     **treerl_rules.RANGES,
+    **diagnostics_rules.RANGES,
     "optim.lr": "(0, inf)",
     "optim.warmup_steps": "[0, inf)",
     "optim.b1": "[0, 1)",
@@ -191,6 +192,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
         + curriculum_rules.start_rules(config)
         + branch_rules.rules(config)
         + treerl_rules.rules(config)
+        + diagnostics_rules.rules(config)
         + (teacher_rules(config) if injects and config.teacher.enabled else [])
     )
 

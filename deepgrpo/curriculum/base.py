@@ -104,8 +104,8 @@ class Curriculum:
         return 0
 
     def look_up(self, node: Any) -> Mapping[str, Any]:
-        """What diagnostics can know of an injected state; empty for an unknown one. All curricula have created_step in it, those
-        with a teacher's suffix also suffix_ids, failed_suffix_ids and reward; `forest_inspect.look_up` has more."""
+        """What diagnostics can know of an injected state; empty if that is nothing. Where they are known: created_step,
+        and the teacher's suffix_ids, failed_suffix_ids and reward; `forest_inspect.look_up` has more."""
         return {}
 
     def deepest(self, n: int) -> list[Any]:

@@ -5,6 +5,7 @@ Rules: `flat_pool` (which states are drawn), `failed_pool` (whom the teacher get
 
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ml_collections
 import numpy as np
@@ -56,6 +57,11 @@ class FlatCurriculum(Curriculum):
         with self._lock:
             entries = self.pool.sample(n, generator(self._seed, step, STATES))
         return [State(ids=entry.state_ids, problem=entry.problem, node=entry.handle) for entry in entries]
+
+    def look_up(self, node: int) -> Mapping[str, Any]:
+        with self._lock:
+            entry = self.pool.get(node)
+        return {} if entry is None else {"created_step": entry.created_step}
 
     def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Notes what became of the injected states; the failures of groups without any success go to the teacher.

@@ -114,6 +114,9 @@ class FlatPool:
         rate = entry.last_k_succ / entry.last_k_total
         return 4 * rate * (1 - rate)
 
+    def get(self, handle: int) -> FlatEntry | None:
+        return self._entries.get(handle)
+
     def entries(self) -> list[FlatEntry]:
         return list(self._entries.values())
 

@@ -6,9 +6,10 @@ keeps all of these consistent. It knows no rule and takes no lock: `forest_pool.
 
 import collections
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 from deepgrpo.curriculum.forest_order import SortedKeys
-from deepgrpo.curriculum.forest_records import Event, Node, Order, Tree, digest
+from deepgrpo.curriculum.forest_records import Event, History, Node, Order, Tree, digest
 
 
 class Index:
@@ -29,10 +30,13 @@ class Index:
         self.num_active = 0
         self.num_candidates = 0  # active nodes except roots: what can be rolled out, and trained on by SFT
         self.num_dispatchable = 0  # waiting events of active nodes
+        self.dispatchable_steps: collections.Counter[int] = collections.Counter()  # the same by the step of the failure
+        self.depths: collections.Counter[int] = collections.Counter()  # candidates by depth
         self.candidates_histogram: collections.Counter[int] = collections.Counter()  # candidates of a tree -> number of trees
         self.observed = [0, 0]  # nodes with an observation: [roots, others]
         self.succeeded = [0, 0]  # of these, with a success in the last one
         self.sft_updates = 0  # sum over existing nodes
+        self.history = History()
         self.capture = None  # a running snapshot (forest_state.Capture); it is shown a tree before the tree's first change
 
     def touch(self, tree: Tree) -> None:
@@ -53,7 +57,9 @@ class Index:
         tree.nodes.append(node)
         self.nodes[node.id] = node
         if node.parent is not None:
-            self.nodes[node.parent].children += (node.id,)
+            parent = self.nodes[node.parent]
+            parent.children += (node.id,)
+            node.depth = parent.depth + 1
             tree.digests[digest(node.ids)] = node.id
         if node.active:
             self._activate(tree, node)
@@ -127,7 +133,7 @@ class Index:
         if self.arrivals is not None:
             self.arrivals[event_id] = None
         if node.active:
-            self.num_dispatchable += 1
+            self._count_dispatchable([event], +1)
             if len(node.waiting) == 1:
                 self._offer(tree, node)
         self.removable.pop(tree.key, None)
@@ -138,7 +144,7 @@ class Index:
         event = node.waiting.pop()
         _, event_id, _, _ = event
         self.in_flight[event_id] = event
-        self.num_dispatchable -= 1
+        self._count_dispatchable([event], -1)
         if self.arrivals is not None:
             del self.arrivals[event_id]
         # Leaving and re-entering the orders under the new clocks keeps the two levels consistent in every case.
@@ -177,10 +183,17 @@ class Index:
             if self.arrivals is not None:
                 del self.arrivals[event_id]
             if node.active:
-                self.num_dispatchable -= 1
+                self._count_dispatchable([event], -1)
                 if not node.waiting:
                     self._withdraw(tree, node)
         self._settle(tree)
+
+    def discard_waiting(self, node: Node) -> int:
+        """Forgets all waiting events of a node; returns their number."""
+        dropped = list(node.waiting)
+        for event in dropped:
+            self.discard(event)
+        return len(dropped)
 
     def clear_events(self) -> tuple[int, int]:
         """Forgets all events; returns how many were waiting and in flight."""
@@ -196,6 +209,7 @@ class Index:
         self.events, self.in_flight = {}, {}
         self.by_dispatch = SortedKeys()
         self.num_dispatchable = 0
+        self.dispatchable_steps.clear()
         if self.arrivals is not None:
             self.arrivals.clear()
         return counts
@@ -206,39 +220,44 @@ class Index:
         self.num_active += 1
         tree.num_active += 1
         if node.parent is not None:
-            self._count_candidates(tree, +1)
+            self._count_candidates(tree, node, +1)
             if not tree.by_rollout:
                 self.by_rollout.add(tree.order(tree.rollout_clock))
                 self.by_sft.add(tree.order(tree.sft_clock))
             insort(tree.by_rollout, node.order(node.rollout_clock))
             insort(tree.by_sft, node.order(node.sft_clock))
         if node.waiting:
-            self.num_dispatchable += len(node.waiting)
+            self._count_dispatchable(node.waiting, +1)
             self._offer(tree, node)
 
     def _deactivate(self, tree: Tree, node: Node) -> None:
         self.num_active -= 1
         tree.num_active -= 1
         if node.parent is not None:
-            self._count_candidates(tree, -1)
+            self._count_candidates(tree, node, -1)
             del tree.by_rollout[bisect_left(tree.by_rollout, node.order(node.rollout_clock))]
             del tree.by_sft[bisect_left(tree.by_sft, node.order(node.sft_clock))]
             if not tree.by_rollout:
                 self.by_rollout.remove(tree.order(tree.rollout_clock))
                 self.by_sft.remove(tree.order(tree.sft_clock))
         if node.waiting:
-            self.num_dispatchable -= len(node.waiting)
+            self._count_dispatchable(node.waiting, -1)
             self._withdraw(tree, node)
 
-    def _count_candidates(self, tree: Tree, change: int) -> None:
+    def _count_dispatchable(self, events: Sequence[Event], change: int) -> None:
+        self.num_dispatchable += change * len(events)
+        for step, _, _, _ in events:
+            _add(self.dispatchable_steps, step, change)
+
+    def _count_candidates(self, tree: Tree, node: Node, change: int) -> None:
         """Called before the tree's candidate lists change."""
         self.num_candidates += change
+        _add(self.depths, node.depth, change)
         before, after = len(tree.by_rollout), len(tree.by_rollout) + change
-        self.candidates_histogram[before] -= 1
-        self.candidates_histogram[after] += 1
-        for size in (before, after):
-            if size == 0 or not self.candidates_histogram[size]:
-                del self.candidates_histogram[size]
+        if before:
+            _add(self.candidates_histogram, before, -1)
+        if after:
+            _add(self.candidates_histogram, after, +1)
 
     def _offer(self, tree: Tree, node: Node) -> None:
         if not tree.by_dispatch:
@@ -255,6 +274,13 @@ class Index:
             self.removable.pop(tree.key, None)
         else:
             self.removable[tree.key] = None
+
+
+def _add(counts: collections.Counter[int], key: int, change: int) -> None:
+    """Changes a count; keys with none are not kept."""
+    counts[key] += change
+    if not counts[key]:
+        del counts[key]
 
 
 def _move(orders: list[Order], old: Order, new: Order) -> None:

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from deepgrpo.curriculum import forest_history
 from deepgrpo.curriculum.forest_index import Index
 from deepgrpo.curriculum.forest_records import Counters, Event, Node, digest, tree_key
 from deepgrpo.types import Ids
+
+MAX_CHILDREN, MAX_LINEAGE = 8, 32  # that dumps show of a node
 
 
 def metrics(index: Index, counters: Counters) -> dict[str, float]:
@@ -63,7 +66,7 @@ def metrics(index: Index, counters: Counters) -> dict[str, float]:
         "forest_pool/duplicate_child": counters.duplicate,
         "forest_pool/invalid_child": counters.invalid,
     }
-    return values
+    return values | forest_history.metrics(index)
 
 
 def find(index: Index, prompt_ids: Ids, state_ids: Ids) -> int | None:
@@ -133,6 +136,28 @@ def context(index: Index, handle: int, max_children: int, max_lineage: int) -> d
         "lineage_truncated": first,
         "children": [summary(index.nodes[child]) for child in shown],
         "children_truncated": len(node.children) - len(shown),
+    }
+
+
+def look_up(index: Index, handle: int) -> dict[str, Any]:
+    """What dumps say of a node: `summary` and `context`, and further
+
+    tree: handle of the root. problem: the tree's. ids: int32[len]. suffix_ids, failed_suffix_ids, response_ids: int32[len] each,
+    and reward, of its origin (of a root None). root_success_rate: of the root's last observation, None if there is none.
+    """
+    node = index.nodes.get(handle)
+    if node is None:
+        return {}
+    tree, origin = index.trees[node.tree], node.origin
+    root, names = tree.nodes[0], ("suffix_ids", "failed_suffix_ids", "response_ids", "reward")
+    return {
+        **summary(node),
+        **context(index, handle, MAX_CHILDREN, MAX_LINEAGE),
+        **{name: origin and getattr(origin, name) for name in names},
+        "tree": root.id,
+        "problem": tree.problem,
+        "ids": node.ids,
+        "root_success_rate": summary(root)["success_rate"],
     }
 
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from deepgrpo.curriculum import forest_inspect, forest_state
+from deepgrpo.curriculum import forest_history, forest_inspect, forest_state
 from deepgrpo.curriculum.base import Failure, State
 from deepgrpo.curriculum.forest_index import Index
 from deepgrpo.curriculum.forest_records import (
     NEVER,
+    SEEN,
     Annotation,
     Counters,
     Event,
@@ -29,6 +30,7 @@ from deepgrpo.curriculum.forest_records import (
     Origin,
     SuffixEntry,
     Tree,
+    check_bounds,
     check_cap,
     digest,
     own_ids,
@@ -36,10 +38,6 @@ from deepgrpo.curriculum.forest_records import (
     tree_key,
 )
 from deepgrpo.types import Ids, Problem
-
-# What an observation counts; `root_deactivated` and `node_retired` split `node_deactivated`.
-_SEEN = ("tree_created", "root_deactivated", "node_deactivated", "node_reactivated", "node_retired", "events_added")
-_SEEN += ("observations_recorded",)
 
 
 class Forest:
@@ -69,19 +67,14 @@ class Forest:
         Raises:
           ValueError: a bound is negative, `retire_after` is below 1, or `max_model_len` leaves no room.
         """
-        names = ("min_remaining_tokens", "max_events_per_parent", "max_events", "max_nodes_per_tree")
-        bounds = (min_remaining_tokens, max_events_per_parent, max_events, max_nodes_per_tree)
-        if wrong := [
-            f"curriculum.{name} must be >= 0, got {value}" for name, value in zip(names, bounds, strict=True) if value < 0
-        ]:
-            raise ValueError("; ".join(wrong))
-        if retire_after < 1:
-            raise ValueError(f"curriculum.retire_after must be >= 1, got {retire_after}")
-        if max_model_len is not None and max_model_len <= min_remaining_tokens:
-            raise ValueError(
-                f"rollout.max_model_len ({max_model_len}) must exceed curriculum.min_remaining_tokens ({min_remaining_tokens}): "
-                "no state could leave room for a response"
-            )
+        check_bounds(
+            max_model_len,
+            retire_after=retire_after,
+            min_remaining_tokens=min_remaining_tokens,
+            max_events_per_parent=max_events_per_parent,
+            max_events=max_events,
+            max_nodes_per_tree=max_nodes_per_tree,
+        )
         self.max_model_len = max_model_len
         self.min_remaining_tokens = min_remaining_tokens
         self.max_events_per_parent = max_events_per_parent
@@ -110,7 +103,7 @@ class Forest:
         `failed` holds responses of the others, for the teacher. A prompt's first failure makes its tree, which keeps this
         `problem`; a failing root that had retired becomes active again. Returns what happened, counted.
         """
-        seen = dict.fromkeys(_SEEN, 0)
+        seen = dict.fromkeys(SEEN, 0)
         if not len(problem.prompt_ids) or k_total <= 0:
             return seen
         key = tree_key(problem.prompt_ids)
@@ -126,7 +119,7 @@ class Forest:
 
     def observe_node(self, node: int, k_succ: int, k_total: int, step: int, failed: Sequence[Ids] | None) -> dict[str, int]:
         """Takes in a group that started from a node of the forest; a retired node ignores it."""
-        seen = dict.fromkeys(_SEEN, 0)
+        seen = dict.fromkeys(SEEN, 0)
         with self._lock:
             found = self._index.nodes.get(node)
             if found is not None and k_total > 0:
@@ -163,21 +156,25 @@ class Forest:
         if k_succ > 0:
             node.last_success_step = step
         node.mastered_in_a_row = 0 if k_succ < k_total else node.mastered_in_a_row + 1
+        forest_history.observed(index.history, tree, node, k_succ, k_total)
         if k_succ < k_total:
             node.last_fail_step = step
             if not node.active:
                 index.set_active(tree, node, True)
                 seen["node_reactivated"] = 1
+                index.history.reopened += 1
             for response_ids in failed or ():
                 self._enqueue(tree, node, response_ids, step)
                 seen["events_added"] += 1
         elif node.active and (node.parent is None or node.mastered_in_a_row >= self.retire_after):
             index.set_active(tree, node, False)
             self._counters.deactivated += 1
+            if node.parent is not None:
+                forest_history.mastered(index.history, tree, node, step)
             seen["node_deactivated"] = 1
             seen["root_deactivated" if node.parent is None else "node_retired"] = 1
             if self.drop_retired_events:
-                self._counters.dropped_retired += self._drop_waiting(node)
+                self._counters.dropped_retired += index.discard_waiting(node)
 
     def _enqueue(self, tree: Tree, node: Node, response_ids: Ids, step: int) -> None:
         index, counters = self._index, self._counters
@@ -198,12 +195,6 @@ class Forest:
 
     def _full(self, tree: Tree) -> bool:
         return bool(self.max_nodes_per_tree) and len(tree.nodes) >= self.max_nodes_per_tree
-
-    def _drop_waiting(self, node: Node) -> int:
-        dropped = list(node.waiting)
-        for event in dropped:
-            self._index.discard(event)
-        return len(dropped)
 
     # ---- rolling states out
 
@@ -320,7 +311,7 @@ class Forest:
         return self.max_model_len is None or len(state_ids) + self.min_remaining_tokens <= self.max_model_len
 
     def _insert(self, tree: Tree, parent: Node, event: Event, annotation: Annotation, step: int) -> int:
-        event_step, event_id, _, response_ids = event
+        index, (event_step, event_id, _, response_ids) = self._index, event
         failed_suffix = response_ids[:0] if annotation.failed_suffix_ids is None else annotation.failed_suffix_ids
         origin = Origin(
             event=event_id,
@@ -331,12 +322,13 @@ class Forest:
             reward=annotation.reward,
         )
         state_ids = own_ids(annotation.state_ids)
+        forest_history.grown(index.history, tree, event_step, step)
         child = Node(self._new_node_id(), tree.key, parent.id, state_ids, step, origin)
-        self._index.add_node(tree, child)
+        index.add_node(tree, child)
         tree.last_updated_step = step
         self._counters.succeeded += 1
         if self._full(tree):  # no answer to the tree's other failures could be used: do not pay for them
-            self._counters.dropped_capacity += sum(self._drop_waiting(node) for node in tree.nodes)
+            self._counters.dropped_capacity += sum(index.discard_waiting(node) for node in tree.nodes)
         return child.id
 
     def _new_node_id(self) -> int:
@@ -439,6 +431,16 @@ class Forest:
         with self._lock:
             return forest_inspect.find(self._index, np.asarray(prompt_ids, np.int32), np.asarray(state_ids, np.int32))
 
+    def look_up(self, node: int) -> dict[str, Any]:
+        """What dumps say of a node (`forest_inspect.look_up`); empty for an unknown one."""
+        with self._lock:
+            return forest_inspect.look_up(self._index, node)
+
+    def event_ages(self, step: int) -> dict[str, float]:
+        """How long the teacher's queue has waited at `step`."""
+        with self._lock:
+            return forest_history.event_ages(self._index, step)
+
     def debug_context(self, node: int, max_children: int = 8, max_lineage: int = 32) -> dict[str, Any]:
         """Describes a node and its place in the tree; empty for an unknown one (`forest_inspect.context`)."""
         with self._lock:
@@ -480,7 +482,7 @@ class Forest:
             finally:
                 with self._lock:
                     self._index.capture = None
-        writer.write(folder, counters)
+        writer.write(folder, counters, capture.history)
 
     def restore(self, folder: str) -> None:
         """Replaces the content by a snapshot's; its events in flight wait again.

@@ -10,6 +10,10 @@ from deepgrpo.types import Ids, Problem, as_ids
 
 NEVER = -1  # a clock that was never stamped
 
+# What an observation counts; `root_deactivated` and `node_retired` split `node_deactivated`.
+SEEN = ("tree_created", "root_deactivated", "node_deactivated", "node_reactivated", "node_retired", "events_added")
+SEEN += ("observations_recorded",)
+
 Order = tuple[int, int, int]  # (clock, created_step, id) of a node
 
 
@@ -77,6 +81,25 @@ class Counters:
     nodes_refused: int = 0  # corrections that a full tree refused
 
 
+@dataclasses.dataclass
+class History:
+    """What became of states so far; `forest_history` counts it. Saved with the forest; an older snapshot has none."""
+
+    mastered: int = 0  # states other than roots that retired
+    mastered_visits: int = 0  # groups that these took
+    mastered_unfailed: int = 0  # how many of them never had a failure
+    mastered_steps: int = 0  # steps from their creation to their retirement
+    reopened: int = 0  # roots that failed again after they had retired
+    first_children: int = 0  # trees that got a state
+    first_child_steps: int = 0  # steps that this took from the tree's creation
+    first_child_step: int = NEVER  # of the forest's first state
+    children: int = 0  # states other than roots
+    child_event_steps: int = 0  # steps from the failures to the states made of them
+    transfer_trees: int = 0  # trees whose root was observed both before and after a state of the tree was mastered
+    transfer_before: int = 0  # sums over these of the root's success rates, in forest_history.SCALE
+    transfer_after: int = 0
+
+
 # One failed rollout for the teacher: (step that produced it, id, node that it started from, response_ids). Ids are a creation
 # sequence and never reused; tuples order by (step, id), which is the order of a node's stack. A plain tuple, not a class: the
 # garbage collector stops following tuples of numbers and arrays, so that a million waiting failures do not slow it down.
@@ -116,6 +139,7 @@ class Node:
     last_fail_step: int = NEVER
     sft_updates: int = 0
     mastered_in_a_row: int = 0  # newest observations in a row that succeeded as a whole
+    depth: int = 0  # edges to the root; follows from the parents
     children: tuple[int, ...] = ()  # in creation order
     waiting: list[Event] = dataclasses.field(default_factory=list)  # ascending; the teacher is given the last
 
@@ -142,6 +166,11 @@ class Tree:
     by_dispatch: list[Order] = dataclasses.field(default_factory=list)  # active nodes with waiting events
     digests: dict[bytes, int] = dataclasses.field(default_factory=dict)  # of all states but the prompt -> node id
     captured: int = 0  # number of the last capture that has this tree's content
+    mastered: int = 0  # states other than the root that retired
+    before_succ: int = 0  # rollouts of the root before that, but for the group that made the tree: successes, all
+    before_total: int = 0
+    after_succ: int = 0  # and after it
+    after_total: int = 0
 
     def order(self, clock: int) -> tuple[int, int, bytes]:
         return clock, self.created_step, self.key
@@ -158,6 +187,22 @@ def suffix_entry(tree: Tree, node: Node) -> SuffixEntry:
         suffix_ids=node.origin.suffix_ids,
         reward=node.origin.reward,
     )
+
+
+def check_bounds(max_model_len: int | None, *, retire_after: int, min_remaining_tokens: int, **others: int) -> None:
+    """Raises:
+    ValueError: a bound is negative, `retire_after` is below 1, or `max_model_len` leaves no room.
+    """
+    bounds = {"min_remaining_tokens": min_remaining_tokens, **others}
+    if wrong := [f"curriculum.{name} must be >= 0, got {value}" for name, value in bounds.items() if value < 0]:
+        raise ValueError("; ".join(wrong))
+    if retire_after < 1:
+        raise ValueError(f"curriculum.retire_after must be >= 1, got {retire_after}")
+    if max_model_len is not None and max_model_len <= min_remaining_tokens:
+        raise ValueError(
+            f"rollout.max_model_len ({max_model_len}) must exceed curriculum.min_remaining_tokens ({min_remaining_tokens}): "
+            "no state could leave room for a response"
+        )
 
 
 def check_cap(max_nodes_per_tree: int | None) -> None:

@@ -2,7 +2,7 @@
 
 Files (`np.load` and a text editor open them; equal content gives equal bytes):
 
-    curriculum.json   pool type, format version, cumulative counters, the next handles
+    curriculum.json   pool type, format version, cumulative counters, the next handles, what became of states
     trees.npz         one row a tree, in insertion order; its `num_nodes` rows of nodes.npz are adjacent, the root first
     problems.json     the data set's row of each tree, but for its tokens: these are the root's `ids`
     nodes.npz         one row a node; `parent` is -1 for a root
@@ -27,14 +27,15 @@ from typing import Any
 import numpy as np
 
 from deepgrpo.curriculum.forest_index import Index
-from deepgrpo.curriculum.forest_records import Event, Node, Origin, Tree, tree_key
+from deepgrpo.curriculum.forest_records import Event, History, Node, Origin, Tree, tree_key
 from deepgrpo.curriculum.header import read_header, write_header
 from deepgrpo.types import Ids, Problem
 
 POOL, VERSION = "forest", 1
 _SLICE = 2000  # trees, nodes and events copied under one hold of the lock: about 1 ms
 
-_TREE_COLUMNS = ("created_step", "last_updated_step", "rollout_clock", "dispatch_clock", "sft_clock", "num_nodes")
+_TREE_HISTORY = ("mastered", "before_succ", "before_total", "after_succ", "after_total")
+_TREE_COLUMNS = ("created_step", "last_updated_step", "rollout_clock", "dispatch_clock", "sft_clock", "num_nodes", *_TREE_HISTORY)
 _NODE_COLUMNS = (  # what can change after a node's creation
     "active",
     "observations",
@@ -48,7 +49,7 @@ _NODE_COLUMNS = (  # what can change after a node's creation
     "sft_updates",
     "mastered_in_a_row",
 )
-_YOUNGER = ("mastered_in_a_row",)  # columns that older snapshots lack: all 0 in them
+_YOUNGER = ("mastered_in_a_row", *_TREE_HISTORY)  # columns that older snapshots lack: all 0 in them
 
 
 @dataclasses.dataclass
@@ -63,7 +64,8 @@ class Rows:
 
     def add(self, tree: Tree) -> None:
         clocks = tree.rollout_clock, tree.dispatch_clock, tree.sft_clock
-        self.trees.extend((tree.created_step, tree.last_updated_step, *clocks, len(tree.nodes)))
+        history = tree.mastered, tree.before_succ, tree.before_total, tree.after_succ, tree.after_total
+        self.trees.extend((tree.created_step, tree.last_updated_step, *clocks, len(tree.nodes), *history))
         self.problems.append(tree.problem)
         for node in tree.nodes:
             counts = node.last_k_succ or 0, node.last_k_total or 0  # None iff there is no observation
@@ -92,6 +94,7 @@ class Capture:
 
     def __init__(self, number: int, index: Index):
         self.number = number
+        self.history = dataclasses.asdict(index.history)
         self.in_flight = [index.in_flight[i] for i in sorted(index.in_flight)]
         self._trees = list(index.trees.values())
         self._next = 0
@@ -172,14 +175,14 @@ class Writer:
         if rows:
             self._problems.append(text[1:-1])
 
-    def write(self, folder: str, counters: dict[str, int]) -> None:
+    def write(self, folder: str, counters: dict[str, int], history: dict[str, int]) -> None:
         path = pathlib.Path(folder)
         self._trees.save(path / "trees.npz")
         self._nodes.save(path / "nodes.npz")
         self._origins.save(path / "origins.npz")
         self._events.save(path / "events.npz")
         (path / "problems.json").write_text("[" + ",\n".join(self._problems) + "]\n", encoding="utf-8")
-        write_header(folder, POOL, VERSION, {"counters": counters})
+        write_header(folder, POOL, VERSION, {"counters": counters, "history": history})
 
 
 class _Table:
@@ -237,6 +240,7 @@ def read(folder: str, index: Index) -> dict[str, int]:
     header = read_header(folder, POOL, VERSION)
     with _collector_paused():
         _fill(index, pathlib.Path(folder))
+    index.history = History(**header.get("history", {}))  # older snapshots have none
     return header["counters"]
 
 
@@ -256,18 +260,19 @@ def _fill(index: Index, path: pathlib.Path) -> None:
     trees, events = _Columns(path / "trees.npz"), _Columns(path / "events.npz")
     nodes = _read_nodes(_Columns(path / "nodes.npz"), _read_origins(_Columns(path / "origins.npz")))
     problems = json.loads((path / "problems.json").read_text(encoding="utf-8"))
-    for problem, *clocks, size in zip(problems, *map(trees.ints, _TREE_COLUMNS), strict=True):
-        _add_tree(index, problem, clocks, [next(nodes) for _ in range(size)])
+    for problem, *numbers in zip(problems, *map(trees.ints, _TREE_COLUMNS), strict=True):
+        row = dict(zip(_TREE_COLUMNS, numbers, strict=True))
+        _add_tree(index, problem, row, [next(nodes) for _ in range(row.pop("num_nodes"))])
     rows = zip(*map(events.ints, ("step", "id", "node")), events.lists("response_ids"), strict=True)
     for event in sorted(rows, key=lambda event: event[1]):  # order of arrival
         node = index.nodes[event[2]]
         index.push(index.trees[node.tree], node, event)
 
 
-def _add_tree(index: Index, row: dict[str, Any], clocks: list[int], nodes: list[tuple[Node, dict[str, int]]]) -> None:
+def _add_tree(index: Index, row: dict[str, Any], numbers: dict[str, int], nodes: list[tuple[Node, dict[str, int]]]) -> None:
     """Adds a tree by the index's own transitions, which rebuild all orders and totals."""
     root_ids = nodes[0][0].ids
-    tree = Tree(tree_key(root_ids), Problem(prompt_ids=root_ids, **row), [], *clocks)
+    tree = Tree(tree_key(root_ids), Problem(prompt_ids=root_ids, **row), [], **numbers)
     index.add_tree(tree)
     for node, counts in nodes:
         node.tree = tree.key
@@ -311,7 +316,7 @@ class _Columns:
 
     def ints(self, name: str) -> list[int]:
         if name in _YOUNGER and name not in self._arrays:
-            return [0] * len(self._arrays["id"])
+            return [0] * len(self._arrays["created_step"])
         return self._arrays[name].tolist()
 
     def lists(self, name: str) -> Iterator[Ids]:

@@ -73,6 +73,14 @@ class SuffixCurriculum(Curriculum):
             entry = self._taken.get(node)
         return None if entry is None else (entry.suffix_ids, entry.reward)
 
+    def look_up(self, node: Any) -> Mapping[str, Any]:
+        with self._lock:
+            entry = self._taken.get(node)
+        if entry is None:
+            return {}
+        suffixes = {"suffix_ids": entry.suffix_ids, "failed_suffix_ids": entry.failed_suffix_ids, "reward": entry.reward}
+        return {"created_step": entry.step, **suffixes}
+
     def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The failures of the data set's groups go to the teacher; those of continuations do not. Entries taken are forgotten."""
         check_step(step)

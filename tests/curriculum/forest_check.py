@@ -29,6 +29,12 @@ def check(pool: Forest) -> None:
     assert index.num_active == sum(node.active for node in nodes)
     assert index.num_candidates == sum(map(len, candidates.values()))
     assert index.num_dispatchable == sum(len(node.waiting) for node in nodes if node.active)
+    servable_events = [event for node in nodes if node.active for event in node.waiting]
+    assert index.dispatchable_steps == Counter(step for step, _, _, _ in servable_events)
+    depths: dict[int, int] = {}
+    for node in sorted(nodes, key=lambda node: node.id):  # parents come before their children
+        depths[node.id] = 0 if node.parent is None else depths[node.parent] + 1
+    assert index.depths == Counter(depths[node.id] for kept in candidates.values() for node in kept)
     assert index.candidates_histogram == Counter(len(c) for c in candidates.values() if c)
     assert index.sft_updates == sum(node.sft_updates for node in nodes)
     for kind in (False, True):

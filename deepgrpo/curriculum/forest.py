@@ -5,10 +5,13 @@ Rules of the pool: `forest_pool`. Here: which groups of a step become which obse
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ml_collections
 import numpy as np
 
+from deepgrpo.config.forest_folder import Vocabulary, vocabulary_of_model, write_vocabulary
+from deepgrpo.curriculum import forest_start
 from deepgrpo.curriculum.base import Correction, Curriculum, Failure, State
 from deepgrpo.curriculum.feedback import check_failures, check_step, failures_for_teacher, injection_metrics, judged_groups
 from deepgrpo.curriculum.forest_pool import Forest
@@ -41,11 +44,13 @@ class ForestCurriculum(Curriculum):
         failures: str = "all",
         injection_ratio: float = 0.25,
         strict_reference: bool = False,
+        vocabulary: Vocabulary | None = None,
     ):
         """Args:
           threshold: success is reward > threshold.
           injection_ratio, strict_reference: see `minibatch.injection_count`.
           failures: of a group's failures send to the teacher "all", or "longest_prefix": the one with the longest right prefix.
+          vocabulary: of the ids, saved beside them, so that the forest can be used elsewhere; None: not known.
 
         Raises:
           ValueError: `failures` is neither.
@@ -55,6 +60,7 @@ class ForestCurriculum(Curriculum):
         self._threshold = threshold
         self._failures = failures
         self._ratio, self._strict = injection_ratio, strict_reference
+        self._vocabulary = vocabulary
         self._cleaned_before_sampling = 0
 
     def ready(self) -> int:
@@ -105,6 +111,7 @@ class ForestCurriculum(Curriculum):
         return (
             {f"forest_pool/{name}_this_step": float(value) for name, value in seen.items()}
             | {"forest_pool/trees_cleaned_pre_sample": float(self._cleaned_before_sampling)}
+            | self.pool.event_ages(step)
             | injection_metrics(groups, judged)
         )
 
@@ -127,6 +134,12 @@ class ForestCurriculum(Curriculum):
         """The responses of a group that the teacher is to correct."""
         rollouts = failures_for_teacher(group, self._threshold, self._failures)
         return [rollout.completion.ids for rollout in rollouts]
+
+    def look_up(self, node: int) -> Mapping[str, Any]:
+        return self.pool.look_up(node)
+
+    def deepest(self, n: int) -> list[int]:
+        return [row["node"] for row in self.pool.deeper_nodes(n)]
 
     def continuation(self, node: int) -> tuple[Ids, float | None] | None:
         return self.pool.continuation(node)
@@ -158,13 +171,15 @@ class ForestCurriculum(Curriculum):
 
     def state(self, folder: str) -> None:
         self.pool.state(folder)
+        if self._vocabulary is not None:
+            write_vocabulary(folder, self._vocabulary)
 
     def restore(self, folder: str) -> None:
         self.pool.restore(folder)
 
 
 def create(config: ml_collections.ConfigDict) -> ForestCurriculum:
-    """Builds the curriculum from the whole configuration."""
+    """Builds the curriculum from the whole configuration; not empty if `curriculum.start_from` names a forest."""
     pool = Forest(
         max_model_len=config.rollout.max_model_len,
         min_remaining_tokens=config.curriculum.min_remaining_tokens,
@@ -174,10 +189,13 @@ def create(config: ml_collections.ConfigDict) -> ForestCurriculum:
         drop_retired_events=config.curriculum.drop_retired_events,
         retire_after=config.curriculum.retire_after,
     )
+    if config.curriculum.start_from:
+        forest_start.fill(pool, config)
     return ForestCurriculum(
         pool,
         threshold=config.rewards.threshold,
         failures=config.curriculum.failures,
         injection_ratio=config.curriculum.injection_ratio,
         strict_reference=config.strict_reference,
+        vocabulary=vocabulary_of_model(config.model.path) if config.model.path else None,
     )

@@ -1,0 +1,410 @@
+"""Saved forests as values: read, write, merge, prune, compare. Nothing here changes what it is given.
+
+States are identified by their token ids, never by handles: two runs number theirs independently.
+"""
+
+import dataclasses
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import numpy as np
+
+from deepgrpo.curriculum import forest_state
+from deepgrpo.curriculum.forest_index import Index
+from deepgrpo.curriculum.forest_records import NEVER, Counters, Event, History, Node, Tree
+from deepgrpo.types import Problem
+
+_CLOCKS = ("rollout_clock", "dispatch_clock", "sft_clock")
+_LATER, _EARLIER = (*_CLOCKS, "last_updated_step"), ("created_step",)  # how a tree's numbers are merged; others are added up
+_OWN = ("key", "problem", "nodes")  # a tree's fields that are no numbers, and those that the index derives from its nodes
+_DERIVED = ("num_active", "num_events", "by_rollout", "by_sft", "by_dispatch", "digests", "captured")
+_NUMBERS = tuple(field.name for field in dataclasses.fields(Tree) if field.name not in (*_OWN, *_DERIVED))
+_NEW_NODE = dict.fromkeys((*_CLOCKS, "last_success_step", "last_fail_step"), NEVER)
+_NEW_NODE |= {"created_step": 0, "observations": 0, "last_k_succ": None, "last_k_total": None}
+_NEW_NODE |= {"sft_updates": 0, "mastered_in_a_row": 0}
+_COMPARED = ("active", "observations", "last_k_succ", "last_k_total", "created_step", *_CLOCKS)
+_COMPARED += ("last_success_step", "last_fail_step", "sft_updates", "mastered_in_a_row")
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A saved forest in memory; all its events wait.
+
+    trees: by key, in insertion order. counters: those of `forest_records.Counters`, and `next_node`, `next_event`.
+    history: those of `forest_records.History`.
+    """
+
+    trees: dict[bytes, Tree]
+    counters: dict[str, int]
+    history: dict[str, int]
+
+    def nodes(self) -> Iterable[Node]:
+        return itertools.chain.from_iterable(tree.nodes for tree in self.trees.values())
+
+    def num_events(self) -> int:
+        return sum(len(node.waiting) for node in self.nodes())
+
+
+def empty() -> Saved:
+    return Saved({}, dataclasses.asdict(Counters()) | {"next_node": 0, "next_event": 0}, dataclasses.asdict(History()))
+
+
+def read(folder: str) -> Saved:
+    """Reads a folder that `Forest.state` or `write` has filled.
+
+    Raises:
+      ValueError: the folder's pool type or format version is another one.
+    """
+    index = Index(track_arrivals=False)
+    counters = forest_state.read(folder, index)
+    return Saved(index.trees, dataclasses.asdict(Counters()) | counters, dataclasses.asdict(index.history))
+
+
+def write(saved: Saved, folder: str) -> None:
+    """Fills an existing, empty folder, from which `Forest.restore` and `read` give the same forest."""
+    writer = forest_state.Writer()
+    for tree in saved.trees.values():
+        rows = forest_state.Rows()
+        rows.add(tree)
+        writer.add(rows)
+    writer.write(folder, saved.counters, saved.history)
+
+
+def last_step(saved: Saved) -> int:
+    """The newest step that left a trace in the forest; 0 for one that was never touched."""
+    of_trees = (max(tree.created_step, tree.last_updated_step, tree.rollout_clock) for tree in saved.trees.values())
+    of_nodes = (max(node.created_step, node.rollout_clock, node.dispatch_clock) for node in saved.nodes())
+    return max(0, *of_trees, *of_nodes)
+
+
+#### Merging
+
+
+def merge(first: Saved, second: Saved) -> Saved:
+    """The union by prompt and state; of `second`, only what `first` lacks gets new handles, behind those of `first`.
+
+    A state that both have: is active if it is in either; its observations and SFT updates are added up; its last group is the
+    later one (of two in the same step, the worse); its clocks are the later ones; parent, origin and created_step are of the
+    record that was made earlier. A failure that waits in both, of the same step and with the same tokens, is one failure. Both
+    forests' counters are added up, so the forests should be of different runs: what they share would count twice.
+
+    But for handles and insertion order, the result does not depend on the order of the two.
+
+    Raises:
+      ValueError: the two have a prompt with different answers or sources; names it.
+    """
+    second = _renumbered(second, first.counters["next_node"], first.counters["next_event"])
+    trees, before = {}, first.num_events() + second.num_events()
+    for key in first.trees | second.trees:
+        both = [forest.trees[key] for forest in (first, second) if key in forest.trees]
+        trees[key] = both[0] if len(both) == 1 else _merged_tree(*both)
+    counters = {name: first.counters[name] + second.counters[name] for name in first.counters}
+    counters["next_node"], counters["next_event"] = second.counters["next_node"], second.counters["next_event"]
+    history = {name: first.history[name] + second.history[name] for name in first.history}
+    steps = [forest.history["first_child_step"] for forest in (first, second)]
+    history["first_child_step"] = min((step for step in steps if step != NEVER), default=NEVER)
+    merged = Saved(trees, counters, history)
+    counters["enqueued"] -= before - merged.num_events()
+    return merged
+
+
+def _renumbered(saved: Saved, nodes: int, events: int) -> Saved:
+    def moved(node: Node) -> Node:
+        return dataclasses.replace(
+            node,
+            id=node.id + nodes,
+            parent=None if node.parent is None else node.parent + nodes,
+            origin=node.origin and node.origin._replace(event=node.origin.event + events),
+            waiting=[(step, event + events, node.id + nodes, ids) for step, event, _, ids in node.waiting],
+        )
+
+    trees = {key: _with_nodes(tree, [moved(node) for node in tree.nodes]) for key, tree in saved.trees.items()}
+    counters = saved.counters | {
+        "next_node": saved.counters["next_node"] + nodes,
+        "next_event": saved.counters["next_event"] + events,
+    }
+    return Saved(trees, counters, saved.history)
+
+
+def _with_nodes(tree: Tree, nodes: list[Node], **changes: Any) -> Tree:
+    """The tree's own values with other nodes, parents first; what the index derives from them is left out."""
+    children: dict[int | None, list[int]] = {}
+    depths: dict[int | None, int] = {None: -1}
+    for node in nodes:
+        children.setdefault(node.parent, []).append(node.id)
+        depths[node.id] = depths[node.parent] + 1
+    nodes = [dataclasses.replace(node, children=tuple(children.get(node.id, ())), depth=depths[node.id]) for node in nodes]
+    kept = {name: getattr(tree, name) for name in (*_OWN, *_NUMBERS)}
+    return Tree(**(kept | changes | {"nodes": nodes}))
+
+
+def _merged_tree(a: Tree, b: Tree) -> Tree:
+    nodes = {node.ids.tobytes(): node for node in a.nodes}
+    of_a, of_b = _ranks(a), _ranks(b)
+    handles = {node.id: nodes[node.ids.tobytes()].id for node in b.nodes if node.ids.tobytes() in nodes}
+    for node in b.nodes:
+        known = nodes.get(node.ids.tobytes())
+        node = dataclasses.replace(node, parent=handles.get(node.parent, node.parent))
+        if known is not None:
+            node = _merged_node(known, node, of_a[known.id] <= of_b[node.id])
+        nodes[node.ids.tobytes()] = node
+    numbers = {}
+    for name in _NUMBERS:
+        values = getattr(a, name), getattr(b, name)
+        numbers[name] = max(values) if name in _LATER else min(values) if name in _EARLIER else sum(values)
+    return _with_nodes(a, _parents_first(list(nodes.values())), problem=_problem(a, b), **numbers)
+
+
+def _ranks(tree: Tree) -> dict[int, tuple]:
+    """By handle, what finds the older of two records of one state: equal only if there is nothing to choose between them."""
+    sizes = {node.id: len(node.ids) for node in tree.nodes}
+    ranks = {}
+    for node in tree.nodes:
+        rank: tuple = (node.created_step,)
+        if (origin := node.origin) is not None:
+            ids = (origin.suffix_ids, origin.response_ids, origin.failed_suffix_ids)
+            reward = float("-inf") if origin.reward is None else origin.reward
+            rank += (sizes[node.parent], origin.event_step, *(part.tobytes() for part in ids), reward)
+        ranks[node.id] = rank
+    return ranks
+
+
+def _merged_node(a: Node, b: Node, a_is_older: bool) -> Node:
+    """`b.parent` is already a handle of the merged tree; the result has `a`'s handle."""
+    older = a if a_is_older else b
+    observed = [node for node in (a, b) if node.observations]
+    last = max(
+        observed, key=lambda node: (node.rollout_clock, -node.last_k_succ / node.last_k_total, node.last_k_total), default=a
+    )
+    changes = {name: max(getattr(a, name), getattr(b, name)) for name in (*_CLOCKS, "last_success_step", "last_fail_step")}
+    changes |= {name: getattr(last, name) for name in ("last_k_succ", "last_k_total", "mastered_in_a_row")}
+    changes |= {name: getattr(a, name) + getattr(b, name) for name in ("observations", "sft_updates")}
+    changes |= {name: getattr(older, name) for name in ("parent", "origin", "created_step")}
+    return dataclasses.replace(a, active=a.active or b.active, waiting=_merged_events(a, b), **changes)
+
+
+def _lateness(node: Node) -> tuple:
+    return node.rollout_clock, -node.last_k_succ / node.last_k_total, node.last_k_total, -node.mastered_in_a_row
+
+
+def _merged_events(a: Node, b: Node) -> list[Event]:
+    """All of `a`'s, and of `b`'s those that `a` has not, or not as often."""
+    known = Counter((step, ids.tobytes()) for step, _, _, ids in a.waiting)
+    further = []
+    for event in b.waiting:
+        key = event[0], event[3].tobytes()
+        if known[key]:
+            known[key] -= 1
+        else:
+            further.append(event)
+    return sorted([*a.waiting, *further], key=lambda event: event[:2])
+
+
+def _parents_first(nodes: list[Node]) -> list[Node]:
+    """In the order of handles, which are dealt out anew where a state would come before its parent."""
+    handles = sorted(node.id for node in nodes)
+    by_handle = {node.id: node for node in nodes}
+    order: dict[int, None] = {}
+    for handle in handles:
+        path: list[int] = []
+        while handle is not None and handle not in order:
+            path.append(handle)
+            handle = by_handle[handle].parent
+        order |= dict.fromkeys(reversed(path))
+    new = dict(zip(order, handles, strict=True))
+    return [
+        dataclasses.replace(
+            by_handle[handle],
+            id=new[handle],
+            parent=new.get(by_handle[handle].parent),
+            waiting=[(step, event, new[handle], ids) for step, event, _, ids in by_handle[handle].waiting],
+        )
+        for handle in order
+    ]
+
+
+def _problem(a: Tree, b: Tree) -> Problem:
+    """The earlier tree's row of the data set, if both rows are graded alike."""
+    for name in ("data_source", "ground_truth"):
+        if getattr(a.problem, name) != getattr(b.problem, name):
+            raise ValueError(
+                f"the forests disagree on {name} of the prompt {a.problem.question[:200]!r}: {getattr(a.problem, name)!r} and "
+                f"{getattr(b.problem, name)!r}. Take the tree out of the forest that is wrong (prune --drop-tree), then merge"
+            )
+
+    def rank(tree: Tree) -> tuple:
+        return tree.created_step, json.dumps(
+            [tree.problem.index, tree.problem.question, dict(tree.problem.extra)], sort_keys=True
+        )
+
+    return min((a, b), key=rank).problem
+
+
+#### Pruning
+
+
+def prune(
+    saved: Saved,
+    *,
+    retired: bool = False,
+    stale: int | None = None,
+    older_than: int | None = None,
+    longer_than: int | None = None,
+    max_nodes: int | None = None,
+    drop_trees: Collection[int] = (),
+) -> Saved:
+    """What is left without the states that one of the criteria names. Ages are in steps before the forest's newest one.
+
+    Children of a state that goes are hung up at its nearest ancestor that stays; its waiting failures go, counted as `cleared`.
+    Roots stay, unless nothing is left in their tree that could be rolled out or sent to the teacher.
+
+    Args:
+      retired: states that are not active, and the waiting failures of a root that is not.
+      stale: states last rolled out, or made, more than so many steps ago.
+      older_than: states made, and failures produced, more than so many steps ago.
+      longer_than: states of more tokens, prompt included.
+      max_nodes: of a tree, root included, keep so many: active ones first, of these the youngest.
+      drop_trees: whole trees, by their number in insertion order.
+
+    Raises:
+      ValueError: a bound is negative, `max_nodes` below 1, or there is no tree of such a number.
+    """
+    bounds = (("stale", stale, 0), ("older_than", older_than, 0), ("longer_than", longer_than, 1), ("max_nodes", max_nodes, 1))
+    for name, value, least in bounds:
+        if value is not None and value < least:
+            raise ValueError(f"{name} is {value}, expected at least {least}")
+    if unknown := [number for number in drop_trees if not 0 <= number < len(saved.trees)]:
+        raise ValueError(f"no tree {unknown[0]}: the forest has {len(saved.trees)}, numbered from 0")
+    now = last_step(saved)
+
+    def stays(node: Node) -> bool:
+        idle = now - max(node.rollout_clock, node.created_step)
+        return not (
+            (retired and not node.active)
+            or (stale is not None and idle > stale)
+            or (older_than is not None and now - node.created_step > older_than)
+            or (longer_than is not None and len(node.ids) > longer_than)
+        )
+
+    def waits(node: Node, event: Event) -> bool:
+        return not (retired and not node.active) and (older_than is None or now - event[0] <= older_than)
+
+    trees = {}
+    for number, (key, tree) in enumerate(saved.trees.items()):
+        if number in drop_trees:
+            continue
+        kept = [node for node in tree.nodes[1:] if stays(node)]
+        if max_nodes is not None:
+            kept = sorted(kept, key=lambda node: (node.active, node.created_step, node.id), reverse=True)[: max_nodes - 1]
+        pruned = _only(tree, {tree.nodes[0].id, *(node.id for node in kept)}, waits)
+        if any(node.active or node.waiting for node in pruned.nodes):
+            trees[key] = pruned
+    left = Saved(trees, dict(saved.counters), saved.history)
+    left.counters["cleared"] += saved.num_events() - left.num_events()
+    return left
+
+
+def _only(tree: Tree, handles: set[int], waits: Callable[[Node, Event], bool]) -> Tree:
+    parents = {node.id: node.parent for node in tree.nodes}
+    nodes = []
+    for node in tree.nodes:
+        if node.id not in handles:
+            continue
+        parent = node.parent
+        while parent is not None and parent not in handles:
+            parent = parents[parent]
+        nodes.append(dataclasses.replace(node, parent=parent, waiting=[event for event in node.waiting if waits(node, event)]))
+    return _with_nodes(tree, nodes)
+
+
+def reopened(saved: Saved) -> Saved:
+    """All states active again: for a student that has not mastered what another has."""
+    trees = {
+        key: _with_nodes(tree, [dataclasses.replace(node, active=True, mastered_in_a_row=0) for node in tree.nodes])
+        for key, tree in saved.trees.items()
+    }
+    return Saved(trees, saved.counters, saved.history)
+
+
+def without_history(saved: Saved) -> Saved:
+    """The forest for the first step of another run: states, corrections and waiting failures, all of step 0.
+
+    Clocks and counts of another student's steps would mislead the order of use and the reported success rates. What is retired
+    stays retired.
+    """
+
+    def renewed(node: Node) -> Node:
+        return dataclasses.replace(
+            node, **_NEW_NODE, waiting=[(0, *event[1:]) for event in sorted(node.waiting, key=lambda e: e[1])]
+        )
+
+    numbers = dict.fromkeys(_NUMBERS, 0) | dict.fromkeys(_CLOCKS, NEVER)
+    trees = {key: _with_nodes(tree, [renewed(node) for node in tree.nodes], **numbers) for key, tree in saved.trees.items()}
+    handles = {name: saved.counters[name] for name in ("next_node", "next_event")}
+    fresh = Saved(trees, empty().counters | handles, empty().history)
+    fresh.counters["enqueued"] = fresh.num_events()
+    return fresh
+
+
+#### Comparing
+
+
+@dataclasses.dataclass(frozen=True)
+class Diff:
+    """What distinguishes a second forest from a first. nodes_*: within the trees that both have, (tree, node).
+
+    changed: (tree, node of the second, {field: (value in the first, in the second)}). events: waiting failures (gone, new).
+    """
+
+    trees_added: list[Tree]
+    trees_removed: list[Tree]
+    nodes_added: list[tuple[Tree, Node]]
+    nodes_removed: list[tuple[Tree, Node]]
+    changed: list[tuple[Tree, Node, dict[str, tuple[Any, Any]]]]
+    events: tuple[int, int]
+
+    def __bool__(self) -> bool:
+        parts = (self.trees_added, self.trees_removed, self.nodes_added, self.nodes_removed, self.changed)
+        return any(parts) or any(self.events)
+
+
+def diff(first: Saved, second: Saved) -> Diff:
+    """Compares by prompt and state; handles and insertion order don't count."""
+    added, removed, changed = [], [], []
+    for key in (key for key in second.trees if key in first.trees):
+        a, b = first.trees[key], second.trees[key]
+        of_a, of_b = ({node.ids.tobytes(): node for node in tree.nodes} for tree in (a, b))
+        added += [(b, node) for state, node in of_b.items() if state not in of_a]
+        removed += [(a, node) for state, node in of_a.items() if state not in of_b]
+        sizes_a, sizes_b = ({node.id: len(node.ids) for node in tree.nodes} for tree in (a, b))
+        for state, node in of_b.items():
+            if state in of_a and (fields := _changes(of_a[state], node, sizes_a, sizes_b)):
+                changed.append((b, node, fields))
+    before, after = _events(first), _events(second)
+    return Diff(
+        [tree for key, tree in second.trees.items() if key not in first.trees],
+        [tree for key, tree in first.trees.items() if key not in second.trees],
+        added,
+        removed,
+        changed,
+        ((before - after).total(), (after - before).total()),
+    )
+
+
+def _changes(a: Node, b: Node, sizes_a: dict[int, int], sizes_b: dict[int, int]) -> dict[str, tuple[Any, Any]]:
+    fields = {name: (getattr(a, name), getattr(b, name)) for name in _COMPARED}
+    if a.origin is not None and b.origin is not None:
+        fields["parent_length"] = sizes_a[a.parent], sizes_b[b.parent]
+        fields["reward"] = a.origin.reward, b.origin.reward
+        for name in ("suffix_ids", "response_ids"):
+            old, new = getattr(a.origin, name), getattr(b.origin, name)
+            if not np.array_equal(old, new):
+                fields[name] = old.tolist(), new.tolist()
+    return {name: values for name, values in fields.items() if values[0] != values[1]}
+
+
+def _events(saved: Saved) -> Counter:
+    return Counter((node.ids.tobytes(), step, ids.tobytes()) for node in saved.nodes() for step, _, _, ids in node.waiting)

@@ -141,7 +141,7 @@ def store(params: Any, folder: str | os.PathLike, config: ModelConfig, dtype: np
     """
     named = named_leaves(_copy(params, config, dtype))
     with _checkpointer() as writer:
-        writer.save(pathlib.Path(folder), args=ocp.args.PyTreeSave(named))
+        writer.save(pathlib.Path(folder), args=ocp.args.PyTreeSave(named), force=True)
     return _Stored(pathlib.Path(folder), {name: leaf.nbytes for name, leaf in named.items()})
 
 

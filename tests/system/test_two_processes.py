@@ -77,7 +77,7 @@ def test_two_processes_train_save_resume_and_publish_as_one(student, tmp_path):
         assert all(record["actor/grad_norm"] > 0 and record["perf/recompilations"] == 0 for record in records)
         params = read_arrays(folder / "checkpoints" / "4", abstract_params(config), prefix="params.")
         found[name] = records, params
-        published = hf.load(tmp_path / name / "weights" / "carry_chain" / "4")
+        published = hf.load(next((tmp_path / name / "weights").glob("*/4")))
         jax.tree.map(lambda a, b, n=config: np.testing.assert_array_equal(a, b[tuple(map(slice, a.shape))]), published, params)
     for ours, theirs in zip(*(records for records, _ in found.values()), strict=True):
         for key in ("actor/grad_norm", "actor/total_loss", "rollout_mismatch/abs_mean", "rollout_mismatch/probe"):

@@ -24,7 +24,7 @@ from deepgrpo.weights.snapshot import Snapshots  # noqa: E402
 class Engine:
     def __init__(self, config, learner, model_config, num_real_ids, version):
         self.tokenizer = tokenizer_lib.load_tokenizer(config.model.path)
-        folder = f"{config.weights.folder}/{config.name}"
+        folder = f"{config.weights.folder}/{os.getpid()}"
         self.snapshots = Snapshots(folder, "orbax", model_config, num_real_ids, config.model.dtype, config.model.path)
         self.learner, self.version, self.probe = learner, version, None
         self.publish(learner.policy, version)

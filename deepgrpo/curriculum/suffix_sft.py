@@ -97,7 +97,8 @@ class SuffixSft:
             metrics |= self._after_epoch(step, ended)
         self._ended = ended
         metrics["sft/optimizer_steps"] = float(self.steps)
-        return metrics | {"timing_s/epoch_suffix_sft_update_actor": time.monotonic() - begun}
+        passes = dict.fromkeys(("timing_s/epoch_suffix_sft_old_log_prob", "timing_s/epoch_suffix_sft_ref"), 0.0)  # there are none
+        return metrics | passes | {"timing_s/epoch_suffix_sft_update_actor": time.monotonic() - begun}
 
     def state(self) -> dict[str, int]:
         """A JSON-serialisable position in the schedule."""

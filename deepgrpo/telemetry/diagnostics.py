@@ -62,7 +62,8 @@ class Diagnostics:
         before = teacher.metrics() if teacher else {}
         self._totals = {name: before.get(f"teacher_worker/total_{name}", 0.0) for name in OF_STEP}
         self._table = run / "teacher_comparison"
-        self._compared = max((int(path.stem) for path in self._table.glob("*.jsonl") if int(path.stem) <= step), default=0)
+        written = [int(path.stem) for path in self._table.glob("*.jsonl") if path.stem.isdigit()]
+        self._compared = max((at for at in written if at <= step), default=0)
         self._states: list[nodes.Rolled] = []
         self._fetch: nodes.Fetch | None = None
         self._found: dict[str, float] = {}  # metrics of the step's groups

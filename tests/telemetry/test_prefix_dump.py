@@ -1,0 +1,100 @@
+"""Records of hard states: identity, counts, texts and their limits, the pair, rollouts; a full disk is only warned of."""
+
+import dataclasses
+import hashlib
+import json
+
+import pytest
+
+from deepgrpo.curriculum.forest import ForestCurriculum
+from deepgrpo.curriculum.forest_pool import Forest
+from deepgrpo.curriculum.forest_records import Annotation
+from deepgrpo.telemetry import prefix_dump
+from deepgrpo.telemetry.paired import Pair
+from deepgrpo.telemetry.prefix_dump import PrefixDump
+from deepgrpo.types import as_ids
+from tests.telemetry.made import STOP, decode, group, problem
+
+DUMP = PrefixDump(
+    decode, (STOP,), 0.0, prefixes=2, deeper=1, rollouts=2, characters=400, full_text=False, token_ids=False, max_token_ids=3
+)
+
+
+@pytest.fixture
+def curriculum() -> ForestCurriculum:
+    """Three trees with a state each, the second tree's with one more below it."""
+    pool = Forest()
+    for index in range(3):
+        pool.observe_root(problem(index), 0, 1, 1, [as_ids([5, 6, 7])])
+    for failure in pool.dispatch_teacher(3, 1):
+        ids = as_ids([*failure.state_ids, 5])
+        pool.teacher_result(failure.event, Annotation(ids, as_ids([8, STOP]), 1.0, as_ids([6, 7])), 2)
+    made = ForestCurriculum(pool, threshold=0.0)
+    pool.observe_node(node(made, 1), 0, 1, 2, [as_ids([8, 9])])
+    (failure,) = pool.dispatch_teacher(1, 2)
+    pool.teacher_result(failure.event, Annotation(as_ids([1, 2, 1, 5, 8]), as_ids([4]), 1.0, as_ids([9])), 3)
+    return made
+
+
+def node(curriculum: ForestCurriculum, index: int) -> int:
+    return curriculum.pool.find([1, 2, index], [1, 2, index, 5])
+
+
+def states(curriculum: ForestCurriculum):
+    return [group(f"4:state:{i}", 1, 0, 0, None, index=i, locked=[5], node=node(curriculum, i)) for i in range(3)]
+
+
+def test_records_in_order_paired_ones_first_then_deep_ones(curriculum):
+    groups = states(curriculum)
+    root = group("4:state:1:root", 0, 0, index=1, stream="paired")
+    pair = Pair(groups[1], root, {})
+    made = DUMP.records([group("4:0", 0), *groups], [pair], curriculum, 4)
+    assert [(r["source"], r["task_id"]) for r in made] == [
+        ("forest_prefix", 1),
+        ("paired_root", 1),
+        ("forest_prefix", 0),
+        ("forest_debug_deeper", 1),
+    ]
+    assert made[0]["pair"] == made[1]["pair"]
+    assert made[0]["pair"]["prefix_minus_root"] == pytest.approx(1 / 3) and made[2]["pair"] is None
+    assert (made[1]["k_succ"], made[1]["k_total"], len(made[1]["rollouts"])) == (0, 2, 2)
+    assert made[3]["depth_edges"] == 2 and made[3]["rollouts"] == [] and made[3]["k_total"] is None
+    json.dumps(made, allow_nan=False)
+
+
+def test_a_record_tells_where_its_state_comes_from(curriculum):
+    (record,) = dataclasses.replace(DUMP, prefixes=1, deeper=0).records(states(curriculum)[1:2], [], curriculum, 4)
+    assert record["prompt_sha1"] == hashlib.sha1(b"1,2,1").hexdigest()
+    assert record["state_sha1"] == hashlib.sha1(b"1,2,1,5").hexdigest()
+    assert (record["depth_edges"], record["depth_tokens"], record["descendants"], record["deepest_depth"]) == (1, 1, 1, 2)
+    assert (record["k_succ"], record["k_total"], record["rate"]) == (1, 3, pytest.approx(1 / 3))
+    assert (record["observations"], record["last_fail_step"], record["created_step"]) == (1, 2, 2)
+    assert (record["original_prompt"], record["locked_prefix"], record["augmented_prompt"]) == ("1 2 1", "5", "1 2 1 5")
+    assert (record["teacher_suffix"], record["teacher_full_response"]) == ("8 99", "5 8 99")
+    assert record["original_failed_suffix"] == "6 7"
+    assert record["teacher_suffix_finished"] and record["teacher_suffix_completed"] and record["teacher_suffix_length"] == 2
+    assert record["lineage"][0]["parent"] is None and len(record["children"]) == 1
+    assert record["rollouts"][0] == {
+        **{"row": 0, "score": 1, "finished": True, "completed": True},
+        **{"response": "10 11 99", "full_response": "5 10 11 99"},
+    }
+    assert len(record["rollouts"]) == 2 and "state_ids" not in record
+
+
+def test_long_texts_are_cut_and_ids_shown_on_demand(curriculum):
+    short = dataclasses.replace(DUMP, characters=3, token_ids=True, deeper=0)
+    record = short.records(states(curriculum)[:1], [], curriculum, 4)[0]
+    assert record["augmented_prompt"] == "1 2 [... 4 of 7 characters cut]" and record["locked_prefix"] == "5"
+    assert record["state_ids"] == [1, 2, 0] and record["rollouts"][0]["response_ids"] == [10, 11, 99]
+    whole = dataclasses.replace(short, full_text=True).records(states(curriculum)[:1], [], curriculum, 4)[0]
+    assert whole["augmented_prompt"] == "1 2 0 5"
+
+
+def test_what_is_written_is_counted_and_a_failure_only_warns(curriculum, tmp_path, caplog):
+    records = DUMP.records(states(curriculum), [], curriculum, 4)
+    counts = prefix_dump.write(tmp_path / "prefix_debug" / "4.jsonl", records)
+    assert counts == {"prefix_debug_dump/records": 3, "prefix_debug_dump/deeper_records": 1}
+    assert len((tmp_path / "prefix_debug" / "4.jsonl").read_text().splitlines()) == 3
+    (tmp_path / "file").write_text("")
+    assert set(prefix_dump.write(tmp_path / "file" / "4.jsonl", records).values()) == {0}
+    assert "could not be written" in caplog.text

@@ -126,6 +126,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     dataset_lib.refuse_overlap(problems, held_out, choosing, data.allow_overlap)
     dataset = dataset_lib.Dataset(problems, data.batch_size, config.seed, data.shuffle)
     total_steps = config.train.steps or config.train.epochs * dataset.batches_per_epoch
+    curriculum = CURRICULA[config.curriculum.pool](config) if first else None  # before the model: it may refuse what it is given
 
     ################################################################################################################
     #  Learner, engine, grading
@@ -166,7 +167,6 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         store = storing(config, learner, model_config, len(tokenizer))
         learner.follow({"save": lambda step: checkpoints.save(step, learner.state, {}), "store": store})
         return
-    curriculum = CURRICULA[config.curriculum.pool](config)
     suffixes = suffix_sft.create(config, curriculum, learner.update_teacher, stop_ids)
     teacher = None
     if config.teacher.enabled and config.curriculum.pool != "none":

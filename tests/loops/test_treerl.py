@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from deepgrpo.learner import rows as rows_lib
+from deepgrpo.learner.advantages import group_advantages
 from deepgrpo.loops import reasoning, treerl
 from deepgrpo.loops.base import Setting
 from deepgrpo.loops.treerl import Shape
@@ -27,7 +28,7 @@ class Engine:
     def generate(self, requests, sampling, on_done=None):
         self.calls.append(requests)
         results = [[None] * len(request.seeds) for request in requests]
-        for i, request in reversed(list(enumerate(requests))):  # out of order, as real ones finish
+        for i, request in enumerate(requests):
             for j in range(len(request.seeds)):
                 prompt = tuple(request.prompt_ids.tolist())
                 ids, logps, reason = self.answer(prompt, self.asked[prompt])
@@ -35,7 +36,9 @@ class Engine:
                 room = sampling.max_model_len - len(prompt)
                 ids, logps = as_ids(ids[:room]), np.array(logps[:room], np.float32)
                 results[i][j] = Completion(ids, logps, reason, self.version)
-                on_done(i, j, results[i][j])
+        # They end in another order than that of the requests.
+        for i, j in reversed([(i, j) for i, found in enumerate(results) for j in range(len(found))]):
+            on_done(i, j, results[i][j])
         return results
 
 
@@ -180,3 +183,11 @@ def test_what_only_measures_is_a_plain_rollout(purpose):
     (plain,) = reasoning.run(setting(random_engine()), prompts, 7, purpose)
     assert [r.completion.ids.tolist() for r in ours.rollouts] == [r.completion.ids.tolist() for r in plain.rollouts]
     assert seen == [True, True] and ours.rollouts[0].advantages is None
+
+
+def test_trees_without_forks_are_a_group():
+    (group,) = treerl.run(Shape(8, 1, 0, 1), setting(random_engine(4)), [prompt()], 1, "train")
+    rewards = np.array([r.reward for r in group.rollouts])
+    assert 0 < rewards.mean() < 1
+    for rollout, advantage in zip(group.rollouts, group_advantages(rewards, [0] * 8, "group_mean"), strict=True):
+        np.testing.assert_allclose(rollout.advantages, np.full(len(rollout.completion.ids), advantage), rtol=1e-12)

@@ -52,9 +52,9 @@ def find(path: str | pathlib.Path) -> Place:
 
 def _place(path: pathlib.Path, given: pathlib.Path) -> Place:
     if (path / HEADER).is_file():
-        return _step_place(path.parent) if (path.parent / MANIFEST).is_file() else Place(path)
+        return _whole_step(path.parent) if (path.parent / MANIFEST).is_file() else Place(path)
     if (path / MANIFEST).is_file():
-        return _step_place(path)
+        return _whole_step(path)
     steps = path / "checkpoints"
     if not steps.is_dir():
         names = ", ".join(sorted(entry.name for entry in path.iterdir())[:12]) or "nothing"
@@ -68,9 +68,13 @@ def _place(path: pathlib.Path, given: pathlib.Path) -> Place:
     raise ValueError(f"{steps}: no complete step with a forest ({'; '.join(defects) or 'it is empty'})")
 
 
-def _step_place(folder: pathlib.Path) -> Place:
+def _whole_step(folder: pathlib.Path) -> Place:
     if problem := defect(folder):
         raise ValueError(f"{folder}: cannot be used: {problem}")
+    return _step_place(folder)
+
+
+def _step_place(folder: pathlib.Path) -> Place:
     run = folder.parent.parent
     return Place(folder / CURRICULUM, int(folder.name), run if (run / "config.json").is_file() else None)
 

@@ -37,7 +37,8 @@ def fill(pool: Forest, config: ml_collections.ConfigDict) -> None:
     with tempfile.TemporaryDirectory() as folder:
         forest_tools.write(saved, folder)
         pool.restore(folder)
-    log.info("the run begins with the forest of %s: %d trees, %d states", place.folder, len(saved.trees), pool.ready())
+    active = sum(node.active and node.parent is not None for node in saved.nodes())
+    log.info("the run begins with the forest of %s: %d trees, %d active states", place.folder, len(saved.trees), active)
 
 
 def check_room(saved: forest_tools.Saved, pool: Forest) -> None:

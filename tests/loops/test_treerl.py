@@ -123,18 +123,18 @@ def test_every_response_is_whole_and_every_seed_its_own(shape):
 
 
 def test_forks_are_at_the_least_likely_tokens_of_leaf_segments():
-    """Round 1 splits the response at 20 and 30; round 2 takes tokens behind 30 only, or of the new responses."""
-    logps = np.full(60, -0.1)
-    logps[[20, 30, 25, 40, 45]] = -9, -8, -7, -5, -4
+    """Round 1 splits the response at 20 and 30, not near its ends; round 2 takes tokens behind 30 only, if only just."""
+    logps = np.full(100, -0.1)
+    logps[[4, 95, 20, 30, 25, 31, 45]] = -20, -20, -9, -8, -7, -5, -4
 
     def answer(prompt, times):
-        return (range(100, 160), logps, "stop") if len(prompt) == 2 else (range(200, 215), np.full(15, -0.01), "stop")
+        return (range(100, 200), logps, "stop") if len(prompt) == 2 else (range(200, 215), np.full(15, -0.01), "stop")
 
     engine = Engine(answer)
     (group,) = treerl.run(Shape(1, 2, 2, 1), setting(engine, 200), [prompt()], 1, "train")
     lengths = [[len(request.prompt_ids) - 2 for request in call] for call in engine.calls]
-    assert lengths == [[0], [20, 30], [40, 45]] and [r.shared for r in group.rollouts] == [0, 45, 40, 30, 20]
-    assert engine.calls[2][0].prompt_ids.tolist() == [1, 2, *range(100, 140)]
+    assert lengths == [[0], [20, 30], [31, 45]] and [r.shared for r in group.rollouts] == [0, 45, 31, 30, 20]
+    assert engine.calls[2][0].prompt_ids.tolist() == [1, 2, *range(100, 131)]
 
 
 def test_aborted_and_unjudged_responses():

@@ -36,7 +36,7 @@ class Response:
     """One sampled continuation with all that came before it in its tree.
 
     completion: of the whole response, from the prompt's end. parent: the response that it was forked from, None for a tree's
-    first. start: tokens that it has from there; the parent's continue differently, or would have.
+    first. start: tokens that it has from the parent, at its beginning.
     """
 
     completion: Completion

@@ -152,10 +152,14 @@ def diff(args: argparse.Namespace) -> None:
     for name, number in numbers.items():
         print(f"{number:8}  {name}")
     for line in lines[: args.limit or None]:
-        changes = "; ".join(f"{name} {old} -> {new}" for name, (old, new) in line["fields"].items())
+        changes = "; ".join(f"{name} {brief(old)} -> {brief(new)}" for name, (old, new) in line["fields"].items())
         print(f"{line['what']:13}  depth {line['depth']:4}  {line['question'][:80]!r}  {changes}")
     if args.limit and len(lines) > args.limit:
         print(f"and {len(lines) - args.limit} more; --limit=0 lists all")
+
+
+def brief(value: Any) -> str:
+    return f"({len(value)} ids)" if isinstance(value, list) else str(value)
 
 
 def diff_lines(found: forest_tools.Diff) -> list[dict[str, Any]]:
@@ -194,9 +198,11 @@ def require_one_vocabulary(forests: Sequence[Opened]) -> Vocabulary:
 def merge(args: argparse.Namespace) -> None:
     forests = [open_forest(path, args.model) for path in args.runs]
     vocabulary = require_one_vocabulary(forests)
-    runs = [opened.place.run.resolve() for opened in forests if opened.place.run is not None]
+    runs = [(opened.place.run or opened.place.folder).resolve() for opened in forests]
     if twice := next((run for i, run in enumerate(runs) if run in runs[:i]), None):
-        raise ValueError(f"{twice} is given twice: what its steps share would be counted twice; give its newest step only")
+        raise ValueError(
+            f"{twice} is given twice: what is in it twice would be counted twice; of a run, give its newest step only"
+        )
     merged = forests[0].saved
     for opened in forests[1:]:
         merged = forest_tools.merge(merged, opened.saved)

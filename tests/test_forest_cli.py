@@ -65,6 +65,11 @@ def test_what_a_run_cannot_begin_with_is_refused_before_it_starts(student, run, 
     shutil.copytree(find(run).folder, bare)
     (bare / "vocabulary.json").unlink()
     refused("which tokenizer the ids .* not recorded there\n.*forest merge .*--model", curriculum__start_from=bare)
+    forest.main(["merge", str(bare), f"--model={student}", "--out", str(tmp_path / "named")])
+    assert content(tmp_path / "named") == content(find(run).folder) | {
+        "vocabulary.json": content(tmp_path / "named")["vocabulary.json"]
+    }
+    assert vocabulary_of_forest(find(tmp_path / "named")).sha256 == vocabulary_of_model(student).sha256
     write_vocabulary(bare, Vocabulary("models/other", "0" * 64))
     refused("of the vocabulary of models/other", curriculum__start_from=bare)
     refused("set curriculum.pool=forest", curriculum__start_from=run, curriculum__pool="flat")

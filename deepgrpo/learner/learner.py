@@ -3,7 +3,7 @@
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from deepgrpo.learner import distributed, flops, memory, packing, report, sharding
 from deepgrpo.learner import step as step_lib
 from deepgrpo.learner.clock import DeviceClock, PendingUpdate
-from deepgrpo.learner.minibatch import most_rows, partition, shuffled
+from deepgrpo.learner.minibatch import partition, shuffled
 from deepgrpo.learner.objective import MAIN, STREAMS, TEACHER, Objective
 from deepgrpo.learner.optim import Optim, learning_rate
 from deepgrpo.learner.packing import Batch, Shape
-from deepgrpo.learner.programs import Programs
+from deepgrpo.learner.programs import Programs, abstract_state, batch_shapes
 from deepgrpo.learner.rows import Row
 from deepgrpo.model.attention import choose_backend
 from deepgrpo.model.config import ModelConfig
@@ -75,15 +75,11 @@ class Learner:
         self.objective = Objective.from_config(objective)
         self.optim = Optim.from_config(optim)
         self.mini_batch_rows, self.ppo_epochs = optim["mini_batch_prompts"] * rollout_n, optim["ppo_epochs"]
-        main, other = max_rows or (2 * self.mini_batch_rows, 0)
-        self.max_rows = most_rows(main, other, self.mini_batch_rows)
-        self.several_mini_batches = main >= 2 * self.mini_batch_rows
+        self.several_mini_batches = max_rows is None or max_rows[0] >= 2 * self.mini_batch_rows
         self.teacher_optim, teacher = Optim.of_teacher(optim), optim["teacher"]
         self.teacher_rows, self.teacher_partial = teacher["mini_batch_rows"], teacher["allow_partial"]
-        if self.objective.teacher_update == "post_ppo":
-            self.max_rows = max(self.max_rows, 2 * self.teacher_rows)
-        sizes = (learner["buckets"], learner["micro_batch_tokens"], sharding.batch_shards(self.mesh), self.max_rows)
-        self.shapes = packing.shapes(*sizes, share_prefix=learner["share_prefix"])
+        shards = sharding.batch_shards(self.mesh)
+        self.shapes = batch_shapes(self.objective, optim, learner, rollout_n, max_rows, shards)
         self.mini_batch_by = "rows" if strict_reference else optim["mini_batch_by"]
         self.seed, self.total_steps, self.strict_reference = seed, total_steps, strict_reference
         self.peak_flops = learner["peak_flops"] or flops.peak(self.mesh.devices.flat[0].device_kind, jnp.dtype(dtype))
@@ -94,7 +90,8 @@ class Learner:
         self._shardings = sharding.parameter_shardings(params, self.mesh)
         self._state = {"params": sharding.place(jax.tree.map(as_float32, params), self._shardings)}
         optimizer_state = functools.partial(step_lib.optimizer_state, o=self.objective)
-        shardings = self._optimizer_shardings(jax.eval_shape(optimizer_state, self._state["params"]))
+        shardings = jax.tree.map(lambda x: x.sharding, abstract_state(params, self.mesh, self.objective))
+        del shardings["params"]
         self._state |= jax.jit(optimizer_state, out_shardings=shardings)(self._state["params"])
         self._reference = None
         if self.objective.kl_coef:  # in compute precision: it is only ever run, never trained
@@ -181,11 +178,6 @@ class Learner:
         if set(counters) != set(HOST_COUNTERS):
             raise ValueError(f"learner counters to restore are {sorted(counters)}, expected {sorted(HOST_COUNTERS)}")
         self._host = dict(counters)
-
-    def _optimizer_shardings(self, names: Iterable[str]) -> dict[str, Any]:
-        scalar = sharding.replicated(self.mesh)
-        adam = {"count": scalar, "mu": self._shardings, "nu": self._shardings}
-        return {name: adam if name.endswith("adam") else scalar for name in names}
 
     ##################################################################################################################
     #  Update

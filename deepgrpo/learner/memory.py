@@ -59,6 +59,7 @@ def plan_memory(
     logits = 4 * BLOCKS * block * vocabulary + (4 + size) * vocabulary * c.width  # and the head, its gradient
     layer = size * layers + 4 * largest + 2 * tokens * size * _kept(config, "none", attention, shape, size, tensor)
     copy = size * layers if size < 4 else 0
+    bias = tokens * (shape.T + shape.C) * size if attention == "cudnn" else 0  # its mask, which all layers share
     batch = sum(math.prod(s) * 4 // shards for s, _ in array_shapes(shape).values()) + 2 * 4 * shape.A * tokens
     return {
         "parameters": 4 * everything,
@@ -68,7 +69,7 @@ def plan_memory(
         "gradients": 4 * everything,
         "compute_copy": copy,
         "activations": activations,
-        "working": max(logits, layer, 8 * everything - copy - activations),
+        "working": max(logits, layer, 8 * everything - copy - activations) + bias,
     }
 
 

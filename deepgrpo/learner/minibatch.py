@@ -22,13 +22,16 @@ def balanced(n: int, parts: int) -> list[int]:
     return [n // parts + (i < n % parts) for i in range(parts)]
 
 
+def responses_per_prompt(config: Any) -> int:
+    """Rollouts of a dataset prompt."""
+    trees = config.treerl
+    return trees.M * (1 + trees.N * trees.L * trees.T) if config.loop == "treerl" else config.rollout.n
+
+
 def step_rows(config: Any) -> tuple[int, int]:
     """The most (students' main, other) rows that a training step of a configuration has: every rollout has a gradient, and every
     state a teacher row."""
-    batch, n, curriculum = config.data.batch_size, config.rollout.n, config.curriculum
-    if config.loop == "treerl":
-        trees = config.treerl
-        n = trees.M * (1 + trees.N * trees.L * trees.T)
+    batch, n, curriculum = config.data.batch_size, responses_per_prompt(config), config.curriculum
     if curriculum.pool in ("none", "branches_inline", "branches", "suffixes"):
         return batch * n, branch_rows(config)
     states = injection_count(batch, curriculum.injection_ratio, batch)

@@ -2,11 +2,12 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 
 from deepgrpo.learner import memory, packing, sharding, step
 from deepgrpo.learner import policy as policies
+from deepgrpo.learner.minibatch import most_rows
 from deepgrpo.learner.objective import Objective
 from deepgrpo.learner.optim import Optim
 from deepgrpo.learner.packing import Shape
@@ -23,6 +25,42 @@ from deepgrpo.model.transformer import Transformer
 THREADS = 4  # that compile at once: XLA uses a few cores for one program, and each program has serial parts
 
 log = logging.getLogger(__name__)
+
+
+def batch_shapes(
+    objective: Objective,
+    optim: Mapping[str, Any],
+    learner: Mapping[str, Any],
+    rollout_n: int,
+    max_rows: tuple[int, int] | None,
+    shards: int,
+) -> list[Shape]:
+    """The shapes that a run compiles, from its configuration; arguments as those of `Learner`. shards: of the batch."""
+    mini_batch_rows = optim["mini_batch_prompts"] * rollout_n
+    rows = most_rows(*(max_rows or (2 * mini_batch_rows, 0)), mini_batch_rows)
+    if objective.teacher_update == "post_ppo":
+        rows = max(rows, 2 * optim["teacher"]["mini_batch_rows"])
+    sizes = (learner["buckets"], learner["micro_batch_tokens"], shards, rows)
+    return packing.shapes(*sizes, share_prefix=learner["share_prefix"])
+
+
+def abstract_state(params: Any, mesh: Mesh, objective: Objective, reference_dtype: Any = None) -> dict[str, Any]:
+    """A learner's state as ShapeDtypeStructs with shardings, from its parameters' shapes; nothing is allocated.
+
+    reference_dtype: of the reference policy; None: there is none.
+    """
+    parameters, scalar = sharding.parameter_shardings(params, mesh), sharding.replicated(mesh)
+
+    def at(tree: Any, shardings: Any, dtype: Any = None) -> Any:
+        return jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=to), tree, shardings)
+
+    adam = {"count": scalar, "mu": parameters, "nu": parameters}
+    state = {"params": at(params, parameters, jnp.float32)}
+    for name, part in jax.eval_shape(functools.partial(step.optimizer_state, o=objective), state["params"]).items():
+        state[name] = at(part, adam if name.endswith("adam") else scalar)
+    if reference_dtype is not None:
+        state["reference"] = at(params, parameters, reference_dtype)
+    return state
 
 
 @dataclasses.dataclass

@@ -39,18 +39,24 @@ def make_mesh(shape: Sequence[int], devices: Sequence[jax.Device] | None = None)
       ValueError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
+    sizes = mesh_sizes(shape, len(devices))
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def mesh_sizes(shape: Sequence[int], devices: int) -> dict[str, int]:
+    """Sizes of a mesh by axis, without any device; see `make_mesh`."""
     sizes = [int(size) for size in shape]
     if len(sizes) != len(AXES) or sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"learner.mesh is {tuple(shape)}, expected sizes along {AXES}, positive, at most one of them -1")
     fixed = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and len(devices) % fixed == 0:
-        sizes[sizes.index(-1)] = len(devices) // fixed
-    if math.prod(sizes) != len(devices):
+    if -1 in sizes and devices % fixed == 0:
+        sizes[sizes.index(-1)] = devices // fixed
+    if math.prod(sizes) != devices:
         raise ValueError(
-            f"learner.mesh {tuple(shape)} does not fit {len(devices)} devices: the sizes along {AXES} must multiply to that"
+            f"learner.mesh {tuple(shape)} does not fit {devices} devices: the sizes along {AXES} must multiply to that"
             f" number; set learner.mesh, e.g. (1, -1, 1)"
         )
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return dict(zip(AXES, sizes, strict=True))
 
 
 def batch_shards(mesh: Mesh) -> int:

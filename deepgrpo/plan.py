@@ -1,0 +1,467 @@
+"""What a run needs, before it starts: memory by part, compiled shapes, tokens, FLOPs and seconds of a step, teacher's bill.
+
+    python -m deepgrpo.plan --config=configs/math_1p5b.py --device=h200 [--devices=8] [--mfu=0.4] [--compile] [--json]
+
+Needs neither weights nor data nor the device: a model's folder that is not there yet is replaced by the shapes of a known model
+(--preset, or model.origin), and lengths by assumptions, which are printed. If data and tokenizer are there, prompts are counted.
+--compile also compiles the real optimizer step from shapes alone and shows XLA's own account of its memory beside the estimate.
+"""
+
+import argparse
+import sys
+
+from deepgrpo import config as config_lib
+
+DEVICES = {  # name: JAX's device_kind (which flops.PEAKS knows), memory in GB, its bandwidth in GB/s; as the vendors state them
+    "b200": ("NVIDIA B200", 180, 8000),
+    "h200": ("NVIDIA H200", 141, 4800),
+    "h100": ("NVIDIA H100 80GB HBM3", 80, 3350),
+    "a100": ("NVIDIA A100-SXM4-80GB", 80, 2039),
+    "a100-40gb": ("NVIDIA A100-SXM4-40GB", 40, 1555),
+    "l40s": ("NVIDIA L40S", 48, 864),
+    "v4": ("TPU v4", 32, 1228),
+    "v5e": ("TPU v5 lite", 16, 819),
+    "v5p": ("TPU v5", 95, 2765),
+    "v6e": ("TPU v6 lite", 32, 1640),
+    "cpu": ("cpu", 0, 0),
+}
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, config_lib.CommandLine, object]:
+    """Our own flags, then the configuration's; raises ConfigError or argparse's SystemExit for what is neither."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deepgrpo.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="and --config=PATH, --config.KEY=VALUE as for deepgrpo.train",
+    )
+    add = parser.add_argument
+    add("--device", choices=DEVICES, help="kind of the learner's devices; default: h100, or cpu for experiments that run there")
+    add("--devices", type=positive(int), default=1, help="how many of them the learner has")
+    add("--mfu", type=share, default=0.4, help="model-FLOPs utilisation that the learner is assumed to reach")
+    add("--bandwidth-share", type=share, default=0.5, help="share of memory bandwidth that decoding is assumed to reach")
+    add("--preset", default="", help="shapes of a known model, e.g. qwen2.5-math-1.5b; default: model.path, else model.origin")
+    add("--prompt-tokens", type=positive(float), help="mean of a dataset prompt; default: of the data, if it is there")
+    add("--response-tokens", type=positive(float), help="mean of a response; default: a quarter of rollout.max_model_len")
+    add("--problems", type=positive(int), help="of the training set; default: of the data, if it is there")
+    add("--trained-share", type=share, default=1.0, help="share of the groups whose rewards differ, which train")
+    add("--failure-share", type=share, default=0.5, help="share of the responses that fail, and may go to the teacher")
+    add("--compile", action="store_true", help="compile the largest optimizer step and show XLA's account of its memory")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    arguments, rest = parser.parse_known_args(argv[1:])
+    config, line = config_lib.from_command_line([argv[0], *rest])
+    if arguments.device is None:
+        arguments.device = "h100" if config.requires_accelerator else "cpu"
+    return arguments, line, config
+
+
+def positive(kind: type):
+    def read(text: str):
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    return read
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return value
+
+
+if __name__ == "__main__":
+    ARGUMENTS, LINE, CONFIG = parse(sys.argv)  # a mistyped key ends here, before JAX starts
+
+import dataclasses  # noqa: E402
+import json  # noqa: E402
+import math  # noqa: E402
+import os  # noqa: E402
+import pathlib  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import rich.console  # noqa: E402
+
+from deepgrpo.config.branch_rules import TEACHERLESS  # noqa: E402
+from deepgrpo.config.constraints import ORACLE  # noqa: E402
+from deepgrpo.data import dataset as dataset_lib  # noqa: E402
+from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
+from deepgrpo.learner import flops, memory, packing, placement, sharding  # noqa: E402
+from deepgrpo.learner import programs as programs_lib  # noqa: E402
+from deepgrpo.learner.minibatch import injection_count, partition, responses_per_prompt, shuffled, step_rows  # noqa: E402
+from deepgrpo.learner.objective import BRANCH, MAIN, STREAMS, TEACHER, Objective  # noqa: E402
+from deepgrpo.learner.optim import Optim  # noqa: E402
+from deepgrpo.learner.rows import Row  # noqa: E402
+from deepgrpo.model import presets  # noqa: E402
+from deepgrpo.model.attention import choose_backend  # noqa: E402
+from deepgrpo.model.config import ModelConfig  # noqa: E402
+from deepgrpo.model.transformer import Placement, Transformer, abstract_params  # noqa: E402
+from deepgrpo.teacher.prompts import plain_prompt  # noqa: E402
+from deepgrpo.telemetry.plan_tables import show  # noqa: E402
+from deepgrpo.types import as_ids  # noqa: E402
+
+STATES = ("forest", "chain", "flat")  # pools whose states are injected with rollouts of their own
+CHARACTERS_PER_TOKEN = 4  # of English text
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a step is assumed to look like. Lengths are means, in tokens; problems: 0 if not known."""
+
+    prompt: float
+    response: float
+    problems: int
+    trained_share: float
+    failure_share: float
+
+
+########################################################################################################################
+#  What the run is made of
+########################################################################################################################
+
+
+def find_model(config: Any, preset: str, notes: list[str]) -> ModelConfig:
+    """The model's shapes: of --preset, of the folder model.path, or of the known model that model.origin names.
+
+    Raises:
+      ConfigError: none of them is known.
+    """
+    if preset:
+        found, origin = presets.preset(preset), f"--preset={preset}"
+    elif (pathlib.Path(config.model.path) / "config.json").is_file():
+        return ModelConfig.from_hf(config.model.path)
+    else:
+        found, origin = presets.preset(config.model.origin) or presets.preset(config.model.path), f"{config.model.path} is absent"
+    if found is None:
+        raise config_lib.ConfigError(
+            f"the model's shapes are not known ({origin}): get the folder ({config.model.origin or 'model.path'}), or name one of"
+            f" --preset={', '.join(presets.SHAPES)}"
+        )
+    notes.append(f"{origin}: shapes are those of a table, not of the model's own config.json")
+    return found
+
+
+def find_work(config: Any, arguments: argparse.Namespace, notes: list[str]) -> Work:
+    """Lengths and counts, each from the command line, from the data if it is there, or assumed."""
+    limit = config.rollout.max_model_len
+    prompt, problems = arguments.prompt_tokens, arguments.problems
+    if prompt is None or problems is None:
+        try:
+            tokenizer = tokenizer_lib.load_tokenizer(config.model.path)
+            keys = (tokenizer, config.data.template, config.data.max_prompt_length, config.data.limit)
+            found = [problem for spec in config.data.train for problem in dataset_lib.load_problems(spec, *keys)[0]]
+            prompt = prompt or float(np.mean([len(problem.prompt_ids) for problem in found]))
+            problems = problems or len(found)
+            notes.append(f"prompts: {problems} problems of {prompt:.0f} tokens on average, counted in the data where not given")
+        except (FileNotFoundError, ValueError) as error:
+            if prompt is None:
+                prompt = max(1.0, min(config.data.max_prompt_length, limit) / 4)
+                notes.append(
+                    f"prompts of {prompt:.0f} tokens on average: a quarter of what is allowed, the data can't be counted"
+                )
+            if problems is None:
+                what = str(error).partition("\n")[0]
+                notes.append(f"the number of problems is not known ({what}): totals of the run need --problems or train.steps")
+    response = arguments.response_tokens
+    if response is None:
+        response = max(1.0, limit / 4)
+        notes.append(f"responses of {response:.0f} tokens on average: a quarter of rollout.max_model_len; see --response-tokens")
+    if prompt + 1 > limit:
+        raise config_lib.ConfigError(f"prompts of {prompt:.0f} tokens leave no room in rollout.max_model_len={limit}")
+    notes.append(f"{arguments.trained_share:.0%} of the groups have a contrast and train; the others cost rollouts alone")
+    notes.append(f"lengths of responses spread like Gamma(2), cut off at {limit} tokens of prompt and response")
+    return Work(prompt, response, problems or 0, arguments.trained_share, arguments.failure_share)
+
+
+def groups_of_step(config: Any, work: Work, notes: list[str]) -> list[tuple[int, int, float, int]]:
+    """Groups of a step once the curriculum is full: (responses, prompt tokens, mean response tokens, stream) of each."""
+    batch, n, curriculum, pool = config.data.batch_size, responses_per_prompt(config), config.curriculum, config.curriculum.pool
+    if config.loop == "treerl":
+        notes.append(f"treerl: {n} responses a prompt, as long as others; that they share beginnings is not counted")
+    prompt, keys = max(1, round(work.prompt)), config.branches
+    prefix = min(round(work.response / 2), config.rollout.max_model_len - prompt - 1)
+    rest, teacher = max(1.0, work.response - prefix), config.objective.teacher_loss != "null"
+    states = injection_count(batch, curriculum.injection_ratio, batch) if pool in STATES else 0
+    dataset = batch - states if curriculum.injection_mode == "replace" else batch
+    groups = [(n, prompt, work.response, MAIN)] * dataset + [(curriculum.rollout_n or n, prompt + prefix, rest, MAIN)] * states
+    if pool == "branches_inline":
+        responses = dataset * n * (work.failure_share if keys.only_on_low_quality else 1.0)
+        groups += [(keys.branches_per_point, prompt + prefix, rest, BRANCH)] * round(responses * keys.n_branch_points)
+    elif pool in ("branches", "suffixes"):
+        count = keys.sample_size_per_step if pool == "branches" else keys.batch_threshold
+        groups += [(keys.branches_per_entry, prompt + prefix, rest, BRANCH)] * (count if keys.branches_per_entry else 0)
+    if teacher and (pool == "suffixes" or (pool in STATES and curriculum.teacher_rows)):
+        groups += [(1, prompt + prefix, rest, TEACHER)] * (keys.batch_threshold if pool == "suffixes" else states)
+    if len(groups) > dataset:
+        notes.append(f"the pool is full, and states and branches begin {prefix} tokens into a response of average length")
+    return groups
+
+
+def rows_of_step(config: Any, work: Work, groups: list[tuple[int, int, float, int]]) -> list[Row]:
+    """Rows with the lengths of a step's, groups without contrast left out evenly. Ids mean nothing, but tell prompts apart."""
+    random, limit, rows = np.random.default_rng(0), config.rollout.max_model_len, []
+    for g, (n, prompt, response, stream) in enumerate(groups):
+        lengths = np.clip(np.round(random.gamma(2.0, response / 2.0, n)), 1, limit - prompt).astype(int)
+        if stream != TEACHER and math.floor((g + 1) * work.trained_share) == math.floor(g * work.trained_share):
+            continue
+        ids = np.zeros(prompt, np.int32)
+        ids[0] = g
+        rows += [Row(as_ids(ids), as_ids(np.zeros(size)), 1.0, stream, 0.0, None, str(g), g, False, 1.0) for size in lengths]
+    return rows
+
+
+def mini_batches_of(config: Any, rows: list[Row]) -> list[list[Row]]:
+    """The rows of each optimizer step of one epoch, cut as the learner cuts them."""
+    o, optim = config.objective, config.optim
+    by = "rows" if config.strict_reference else optim.mini_batch_by
+    rows = [rows[i] for i in shuffled([row.group_id for row in rows], by, config.seed, 1)]
+    streams = [[row for row in rows if row.source == source] for source in STREAMS]
+    plan = partition(
+        *map(len, streams),
+        optim.mini_batch_prompts * config.rollout.n,
+        strict_reference=config.strict_reference,
+        teacher_mini_batch_rows=optim.teacher.mini_batch_rows,
+        mixed=o.teacher_reduction == "mixed_token_mean",
+    )
+    parts = [iter(stream) for stream in streams]
+    return [[next(part) for part, n in zip(parts, mini_batch.rows, strict=True) for _ in range(n)] for mini_batch in plan]
+
+
+########################################################################################################################
+#  Estimates
+########################################################################################################################
+
+
+def learner_work(config: Any, model: ModelConfig, mini_batches: list[list[Row]], shapes: list, shards: int, apart: bool) -> dict:
+    """Tokens and model FLOPs of a step, packed as the learner packs them."""
+    tokens, padded, used = [], 0, {}
+    for rows in mini_batches:
+        cells, shape = packing.choose(rows, shapes, shards, apart)
+        tokens.append(sum(placement.length(piece) for cell in cells for pieces in cell.rows for piece in pieces))
+        micro_batches = -(-len(cells) // shards)
+        padded += micro_batches * shape.B * shape.T
+        used[shape.T] = used.get(shape.T, 0) + micro_batches
+    epochs = config.optim.ppo_epochs
+    update = flops.of_update(model, mini_batches, tokens) * epochs
+    old = flops.of_update(model, mini_batches[1:], tokens[1:]) / 3  # the first mini-batch of a step is on policy
+    every = sum(placement.row_length(row) for rows in mini_batches for row in rows)
+    return {
+        "rows": sum(map(len, mini_batches)),
+        "optimizer_steps": len(mini_batches) * epochs,
+        "micro_batches_by_row_length": used,
+        "tokens": sum(tokens),
+        "spared_by_shared_prefixes": every - sum(tokens),
+        "padding_share": 1 - sum(tokens) / max(1, padded),
+        "flops_update": update,
+        "flops_reference": flops.of_update(model, mini_batches, tokens) / 3 if config.objective.kl_coef else 0.0,
+        "flops_old_log_probs": old,
+    }
+
+
+def rollout_work(config: Any, model: ModelConfig, groups: list, device: str, mesh: dict, bandwidth_share: float) -> dict:
+    """Sampled tokens of a step, bytes of keys and values, and seconds if nothing but memory bandwidth limits decoding."""
+    vllm, limit = config.vllm, config.rollout.max_model_len
+    dtype = vllm.dtype or config.model.dtype if config.rollout.engine == "vllm" else config.model.dtype
+    size = jnp.dtype(dtype).itemsize
+    sampled = [(n, prompt, response) for n, prompt, response, stream in groups if stream != TEACHER]
+    sequences, tokens = sum(n for n, _, _ in sampled), sum(n * response for n, _, response in sampled)
+    token = 2 * model.num_layers * model.num_kv_heads * model.head_size * size
+    if config.rollout.engine == "vllm":
+        engines, tensor = len(vllm.attach) or vllm.servers, vllm.tensor_parallel
+        slots = vllm.max_num_seqs
+    else:
+        engines, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
+        slots = -(-config.rollout.slots // engines)
+    weights = size * parameter_count(model)
+    length = sum(n * (prompt + response / 2) for n, prompt, response in sampled) / sequences
+    busy = max(1.0, min(slots, sequences / engines))
+    bandwidth = DEVICES[device][2] * 1e9 * bandwidth_share * tensor
+    seconds = tokens / engines / busy * (weights + busy * length * token) / bandwidth if bandwidth else None
+    return {
+        "engine": config.rollout.engine,
+        "sequences": sequences,
+        "tokens": tokens,
+        "kv_bytes_per_token": token,
+        "sequences_at_once_per_engine": slots,
+        "kv_bytes_per_engine_at_full_length": slots * limit * token,
+        "kv_bytes_per_engine_at_mean_length": int(busy * length * token),
+        "weight_bytes_per_engine": weights,
+        "devices_per_engine": tensor,
+        "engines": engines,
+        "seconds": seconds,
+    }
+
+
+def teacher_work(config: Any, work: Work, groups: list, steps: int | None) -> dict | None:
+    """Corrections, tokens and money of a step and of the run, before budgets and cached replies; None: there is no teacher."""
+    teacher, pool = config.teacher, config.curriculum.pool
+    if not teacher.enabled or pool == "none" or pool in TEACHERLESS:
+        return None
+    one = config.curriculum.failures == "longest_prefix"
+    main = [(n, prompt, response) for n, prompt, response, stream in groups if stream == MAIN]
+    corrections = [(1 - (1 - work.failure_share) ** n if one else n * work.failure_share, r) for n, _, r in main]
+    count = sum(number for number, _ in corrections)
+    instructions = len(plain_prompt("", "")) / CHARACTERS_PER_TOKEN
+    asked = sum(number * (instructions + work.prompt + response) for number, response in corrections)
+    answered = sum(number * min(response, teacher.max_tokens or math.inf) for number, response in corrections)
+    money = (asked * teacher.prompt_price + answered * teacher.completion_price) / 1e6
+    a_step = {"corrections": count, "prompt_tokens": asked, "completion_tokens": answered, "money": money}
+    budgets = [(teacher.token_budget, asked + answered), (teacher.money_budget, money)]
+    lasts = [budget / spent for budget, spent in budgets if budget and spent]
+    return {
+        "rule_based": teacher.base_url == ORACLE,
+        "per_step": a_step,
+        "per_run": {name: value * steps for name, value in a_step.items()} if steps else None,
+        "budget_lasts_steps": min(lasts) if lasts else None,
+    }
+
+
+def parameter_count(model: ModelConfig) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(model)))
+
+
+def plan(config: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is estimated, as what --json prints. Allocates nothing and compiles nothing."""
+    notes: list[str] = []
+    model, work = find_model(config, arguments.preset, notes), find_work(config, arguments, notes)
+    kind, capacity, _ = DEVICES[arguments.device]
+    mesh = sharding.mesh_sizes(config.learner.mesh, arguments.devices)
+    shards = mesh["data"] * mesh["fsdp"]
+    objective = Objective.from_config(config.objective)
+    shapes = programs_lib.batch_shapes(objective, config.optim, config.learner, config.rollout.n, step_rows(config), shards)
+    attention = backend_of(config, arguments.device)
+    groups = groups_of_step(config, work, notes)
+    mini_batches = mini_batches_of(config, rows_of_step(config, work, groups))
+    learner = learner_work(config, model, mini_batches, shapes, shards, attention == "splash")
+    parts, shape = worst(config, model, shapes, mesh, attention, len(mini_batches))
+    rollout = rollout_work(config, model, groups, arguments.device, mesh, arguments.bandwidth_share)
+    if config.rollout.engine == "native":
+        held = {"engine_weights": "weight_bytes_per_engine", "engine_kv": "kv_bytes_per_engine_at_full_length"}
+        parts |= {name: rollout[key] // mesh["tensor"] for name, key in held.items()}
+    steps = config.train.steps or config.train.epochs * (work.problems // config.data.batch_size) or None
+    peak = config.learner.peak_flops or flops.peak(kind, config.model.dtype)
+    total = sum(value for key, value in learner.items() if key.startswith("flops_"))
+    update = total / (peak * arguments.mfu * arguments.devices) if peak else None
+    if not peak:
+        notes.append(f"FLOP/s of {kind} in {config.model.dtype} are not known: no seconds without learner.peak_flops")
+    else:
+        notes.append(
+            f"the learner reaches {arguments.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s a device; recomputation is part of the rest"
+        )
+    if rollout["seconds"] is not None:
+        notes.append(
+            f"decoding reaches {arguments.bandwidth_share:.0%} of the memory bandwidth, and no answer is waited for alone"
+        )
+    if config.objective.teacher_update == "post_ppo":
+        notes.append("optimizer steps on the teacher's tokens alone are not counted")
+    teacher = teacher_work(config, work, groups, steps)
+    if teacher and not (teacher["rule_based"] or config.teacher.prompt_price or config.teacher.completion_price):
+        notes.append("the teacher's tokens cost nothing: neither teacher.prompt_price nor teacher.completion_price is set")
+    known = [seconds for seconds in (update, rollout["seconds"]) if seconds is not None]
+    together = (max if config.rollout.max_staleness else sum)(known) if len(known) == 2 else None
+    total_memory = sum(parts.values())
+    return {
+        "model": dataclasses.asdict(model) | {"parameters": parameter_count(model)},
+        "device": {
+            "name": arguments.device,
+            "count": arguments.devices,
+            "mesh": mesh,
+            "peak_flops": peak,
+            "attention": attention,
+        },
+        "memory": {"bytes_by_part": parts, "bytes": total_memory, "of_shape": dataclasses.asdict(shape)}
+        | {"device_bytes": capacity * 10**9, "fits": total_memory <= capacity * 10**9 if capacity else None},
+        "shapes": [dataclasses.asdict(shape) for shape in shapes],
+        "work": dataclasses.asdict(work) | {"steps": steps},
+        "learner": learner,
+        "rollout": rollout,
+        "seconds": {"learner": update, "rollout": rollout["seconds"], "step": together}
+        | {"run": together * steps if together and steps else None},
+        "teacher": teacher,
+        "assumptions": notes,
+    }
+
+
+def backend_of(config: Any, device: str) -> str:
+    """The attention backend that a run on such devices would choose."""
+    if config.model.attention != "auto":
+        return config.model.attention
+    kind = DEVICES[device][0]
+    if kind.startswith("TPU"):
+        return "splash"
+    return "cudnn" if kind.startswith("NVIDIA") and config.model.dtype == "bfloat16" else "xla"
+
+
+def worst(config: Any, model: ModelConfig, shapes: list, mesh: dict, attention: str, mini_batches: int, **changes: Any):
+    """(bytes on a device by part, shape) of the shape that needs most memory."""
+    keys = dict(
+        dtype=jnp.dtype(config.model.dtype),
+        remat=config.model.remat,
+        mesh=mesh,
+        logprob_block=config.learner.logprob_block,
+        reference=bool(config.objective.kl_coef),
+        attention=attention,
+        mini_batches=mini_batches,
+        teacher_optimizer=config.objective.teacher_update == "post_ppo",
+    )
+    plans = [(memory.plan_memory(model, shape, **keys | changes), shape) for shape in shapes]
+    return max(plans, key=lambda found: sum(found[0].values()))
+
+
+def compiled(config: Any, model: ModelConfig, devices: int, shape: packing.Shape) -> dict[str, Any]:
+    """XLA's account of the optimizer step compiled for a shape, beside the estimate for the same program."""
+    found = jax.devices()[:devices]
+    if len(found) < devices:
+        raise config_lib.ConfigError(f"--compile for {devices} devices: JAX has {len(found)} of {found[0].device_kind}")
+    mesh = sharding.make_mesh(config.learner.mesh, found)
+    dtype, objective = jnp.dtype(config.model.dtype), Objective.from_config(config.objective)
+    attention = choose_backend(config.model.attention, found[0], dtype)
+    programs = programs_lib.Programs(
+        Transformer(model, dtype=dtype, remat=config.model.remat, placement=Placement(attention, sharding.rows(mesh))),
+        mesh,
+        programs_lib.abstract_state(abstract_params(model), mesh, objective),
+        objective,
+        Optim.from_config(config.optim),
+        Optim.of_teacher(config.optim),
+        config.rollout.temperature,
+        model.vocab_size,
+        config.learner.logprob_block,
+    )
+    with jax.set_mesh(mesh):
+        program = programs.lower("train_step", shape).compile()
+    parts, _ = worst(config, model, [shape], dict(mesh.shape), attention, 1, reference=False)
+    measured, estimated = memory.compiled(program), sum(parts.values())
+    return {
+        "on": f"{devices} x {found[0].device_kind}",
+        "attention": attention,
+        "program": "train_step, without reference and engine",
+        "of_shape": dataclasses.asdict(shape),
+        "bytes_estimated": estimated,
+        "bytes_xla": measured,
+        "estimate_over_xla": estimated / measured,
+    }
+
+
+def main(arguments: argparse.Namespace, config: Any) -> None:
+    if not arguments.compile:
+        jax.config.update("jax_platforms", "cpu")  # a plan must not take a device's memory from whoever uses it
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax.config.update("jax_num_cpu_devices", arguments.devices)
+    found = plan(config, arguments)
+    if arguments.compile:
+        model = find_model(config, arguments.preset, [])
+        found["compiled"] = compiled(config, model, arguments.devices, packing.Shape(**found["memory"]["of_shape"]))
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        show(found, rich.console.Console())
+
+
+if __name__ == "__main__":
+    main(ARGUMENTS, CONFIG)

@@ -187,7 +187,9 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack) -> di
             entries = []
             for group in groups:
                 problem = group.prompt.problem
-                seen = [reasoning.as_answer(setting, group.prompt, rollout.completion) for rollout in group.rollouts]
+                seen = [
+                    reasoning.as_answer(setting, group.prompt, rollout.completion, "evaluation") for rollout in group.rollouts
+                ]
                 name = named[spec][problem.index]
                 entries.append(answers_lib.entry_of(group, name, f"{file_of(spec)}#{problem.index}", seen))
             record.append(f"{spec}#{start}", entries)

@@ -301,7 +301,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             batch = watch.look(batch, step)  # paired groups and the like are no part of the step
             groups = batch.groups
             ahead = None
-            student_tokens += sum(len(r.completion.ids) for group in groups for r in group.rollouts)
+            student_tokens += sum(r.sampled for group in groups for r in group.rollouts)
 
             ########################################################################################################
             #  Curriculum: mastered states retire, failures go to the teacher

@@ -6,6 +6,7 @@ import pytest
 
 from configs import common
 from deepgrpo.weights.checkpoint import Checkpoints
+from tests.telemetry.published_names import missing
 from tests.telemetry.test_documented import documented
 from tests.test_train import STEPS, assert_same, in_process, outcome
 
@@ -15,6 +16,8 @@ SMALL = {
     **{"validation__every": 0, "checkpoint__every": 4, "checkpoint__keep": 2, "telemetry__rollouts_every": 0},
 }
 ARMS = {name: common.TEACHER_ARMS[name] for name in ("luffy", "snis", "sft")}
+PUBLISHED = {name: ("attached", "teacher_tokens", name) for name in ("luffy", "snis")}
+PUBLISHED |= {"sft": ("suffix_sft", "epoch_sft", "post_sft"), "sft_post_step": ("suffix_sft", "post_sft")}
 ARMS["sft_post_step"] = ARMS["sft"] | {"curriculum.suffix_sft": "post_step"}
 
 
@@ -34,6 +37,7 @@ def test_arm_trains_on_the_teachers_tokens_and_resumes_bit_for_bit(student, tmp_
     assert_same(whole, resumed)
     assert all(resumed["host"][part] == whole["host"][part] for part in ("suffix_sft", "learner"))
 
+    assert not missing(records, "actor", "data", "states", "time", "injection", "forest", "teacher", *PUBLISHED[arm])
     known = documented()
     prefixes = ("prefix_luffy/", "prefix_suffix_sft/", "epoch_suffix_sft/", "sft/", "actor/teacher_chain/")
     assert not [name for r in records for name in r if name.startswith(prefixes) and not known.fullmatch(name)]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.telemetry.published_names import missing
 from tests.telemetry.test_documented import documented
 from tests.test_train import STEPS, assert_same, in_process, outcome
 
@@ -26,6 +27,11 @@ ARMS = {
     | {"objective__teacher_loss": "sft", "objective__teacher_update": "post_ppo", "optim__teacher__mini_batch_rows": 4}
     | {"branches__branches_per_entry": 0},
 }
+OF_SUFFIXES = ("suffixes", "teacher", "teacher_tokens")
+PUBLISHED = {
+    **{"inline": ("branches", "inline"), "buffered": ("branches", "buffer")},
+    **{"luffy": ("branches", "luffy", *OF_SUFFIXES), "sft": ("post_sft", *OF_SUFFIXES)},
+}
 
 
 @pytest.fixture
@@ -47,6 +53,7 @@ def train(student, tmp_path, even_digits):
         in_process(tmp_path / "halves", **settings, train__steps=STEPS // 2)
         in_process(tmp_path / "halves", **settings)
         assert_same(outcome(tmp_path / "whole", student), outcome(tmp_path / "halves", student))
+        assert not missing(records, "actor", "data", "time", *PUBLISHED[arm])
         known, prefixes = documented(), ("branching/", "buffer/", "teacher/", "teacher_pool/", "failed_pool/", "critic/", "data/")
         assert not [name for r in records for name in r if name.startswith(prefixes) and not known.fullmatch(name)]
         assert len(records) == STEPS and any(record["data/branch_chain_count"] for record in records) == (arm != "sft")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.telemetry.published_names import missing
 from tests.telemetry.test_documented import documented
 from tests.test_train import STEPS, assert_same, in_process, outcome
 
@@ -13,6 +14,7 @@ METRICS = {
     "chain": ("chain_pool/learning", "chain_pool/main_failures_enqueued_this_step", "synthetic_inject/failed_collected"),
     "flat": ("synthetic_pool/size", "failed_pool/unique_keys", "synthetic_inject/failed_gated_to_teacher"),
 }
+PUBLISHED = {"chain": (), "flat": ("flat_states", "failures")}
 
 
 @pytest.mark.parametrize("pool", METRICS)
@@ -26,6 +28,7 @@ def test_pool_trains_and_resumes_bit_for_bit(student, tmp_path, pool):
     assert records[0]["synthetic_inject/injected_count"] == 0 and records[-1]["synthetic_inject/injected_count"] > 0
     assert records[-1]["teacher_worker/total_succeeded"] > 0
     assert sum(record["actor/optimizer_steps"] for record in records) >= 1  # plain GRPO has none: every group fails as a whole
+    assert not missing(records, "actor", "data", "states", "time", "injection", "teacher", pool, *PUBLISHED[pool])
     known = documented()
     prefixes = ("chain_pool/", "synthetic_", "failed_pool/")
     assert not [name for name in records[-1] if name.startswith(prefixes) and not known.fullmatch(name)]

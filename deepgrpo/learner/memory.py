@@ -16,6 +16,7 @@ import numpy as np
 
 from deepgrpo.learner import sharding
 from deepgrpo.learner.packing import Shape, array_shapes
+from deepgrpo.model.attention import QUERY_CHUNK
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 
@@ -55,13 +56,16 @@ def plan_memory(
     tokens = rows * shape.T
     block = min(max(1, logprob_block // rows), shape.T) * rows
     vocabulary = -(-c.vocab_size // tensor)
-    activations = c.num_layers * tokens * size * _kept(config, remat, attention, shape, size, tensor)
+    activations = c.num_layers * tokens * size * _kept(config, remat, tensor)
+    if remat == "none" and shape.T <= QUERY_CHUNK:  # else they are computed again
+        activations += c.num_layers * tokens * _scores(config, attention, shape, size, tensor)
     logits = 4 * BLOCKS * block * vocabulary + (4 + size) * vocabulary * c.width  # and the head, its gradient
-    layer = size * layers + 4 * largest + 2 * tokens * size * _kept(config, "none", attention, shape, size, tensor)
+    scores = _scores(config, attention, shape, size, tensor)
+    layer = size * layers + 4 * largest + tokens * (2 * size * _kept(config, "none", tensor) + scores)
     copy = size * layers if size < 4 else 0
     bias = tokens * (shape.T + shape.C) * size if attention == "cudnn" else 0  # its mask, which all layers share
     batch = sum(math.prod(s) * 4 // shards for s, _ in array_shapes(shape).values()) + 2 * 4 * shape.A * tokens
-    return {
+    parts = {
         "parameters": 4 * everything,
         "moments": 8 * everything * (2 if teacher_optimizer else 1),
         "reference": size * everything if reference else 0,
@@ -71,6 +75,7 @@ def plan_memory(
         "activations": activations,
         "working": max(logits, layer, 8 * everything - copy - activations) + bias,
     }
+    return {name: int(part) for name, part in parts.items()}
 
 
 def describe(parts: Mapping[str, int]) -> str:
@@ -84,21 +89,25 @@ def compiled(program: Any) -> int:
     return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
 
 
-def _kept(c: ModelConfig, remat: str, attention: str, shape: Shape, size: int, tensor: int) -> float:
+def _kept(c: ModelConfig, remat: str, tensor: int) -> float:
     """Numbers of `dtype` that a token keeps in a layer from its forward to its backward pass, by the policy of model.remat.
 
-    full: the layer's input. dots: also the results of its projections. none: also what norms, rotary embedding, activation
-    function and attention have made; without a fused kernel that is the scores of every head and their softmax, in float32 and in
-    `dtype` (as XLA plans it for a CPU; it may keep less elsewhere).
+    full: the layer's input. dots: also the results of its projections. none: also what norms, rotary embedding and activation
+    function have made.
     """
     q, kv, F = c.num_heads * c.head_size / tensor, c.num_kv_heads * c.head_size / tensor, c.mlp_width / tensor
     if remat == "full":
         return c.width
     dots = c.width + q + 2 * kv + 2 * c.width + 2 * F
-    if remat == "dots":
-        return dots
-    scores = c.num_heads / tensor * (shape.T + shape.C) * (12 / size + 1) if attention == "xla" else 0.0
-    return dots + 4 * c.width + 2 * q + 2 * F + scores
+    return dots if remat == "dots" else dots + 4 * c.width + 2 * q + 2 * F
+
+
+def _scores(c: ModelConfig, attention: str, shape: Shape, size: int, tensor: int) -> float:
+    """Bytes a token of a layer's attention without a fused kernel: scores of every head and their softmax, in float32 and in
+    `dtype`, over the keys that its chunk of queries looks at. XLA for CPUs has those of all chunks at once; it may need less
+    elsewhere."""
+    keys = shape.C + (shape.T + min(shape.T, QUERY_CHUNK)) / 2
+    return c.num_heads / tensor * keys * (12 + size) if attention == "xla" else 0.0
 
 
 @functools.cache

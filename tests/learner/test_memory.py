@@ -57,7 +57,8 @@ def test_more_is_recomputed_less_is_kept():
     kept = [plan(qwen(), Shape(4, 4, 1024), remat=remat)["activations"] for remat in ("full", "dots", "none")]
     assert kept == sorted(kept) and kept[0] == 28 * 4 * 1024 * 1536 * 2
     fused = plan(qwen(), Shape(4, 4, 1024), remat="none", attention="cudnn")["activations"]
-    assert fused < kept[2] and fused == plan(qwen(), Shape(4, 1, 4096), remat="none", attention="cudnn")["activations"]
+    assert fused == kept[2] == plan(qwen(), Shape(4, 1, 4096), remat="none", attention="cudnn")["activations"]
+    assert fused < plan(qwen(), Shape(4, 16, 256), remat="none")["activations"]  # short rows keep the scores of their queries
 
 
 @pytest.mark.system

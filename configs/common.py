@@ -336,7 +336,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.checkpoint.resume = "auto"  # auto: from the newest complete checkpoint | never: refuse a used run folder
     config.checkpoint.accept_changes = ()  # keys that may differ from the run that is resumed, besides the harmless ones
 
-    config.diagnostics = section()  # look at a run and change nothing about it; every: in steps, 0: never
+    config.diagnostics = section()  # look at a run and change nothing about it; _every: in steps, 0: never
     config.diagnostics.paired_every = 0  # some hard states' problems are rolled out from their prompt, too, to compare
     config.diagnostics.paired_states = 4  # so many of a step
     config.diagnostics.dump_every = 0  # forest: the step's states as text, with origin, counts and rollouts

@@ -233,7 +233,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         """A step's rollouts; with dynamic sampling, of further dataset prompts too."""
 
         def roll(asked, number):
-            return with_branches(loop, parties, asked, curriculum, at, number)
+            return watch.without_pairs(with_branches(loop, parties, asked, curriculum, at, number), at)
 
         def further(n, _number, offset):
             return [Prompt(p.prompt_ids, p, rollout.n, f"{at}:{offset + i}") for i, p in enumerate(dataset.next(n))]
@@ -298,8 +298,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
             ########################################################################################################
             with timer("gen"):
                 batch = ahead.result() if ahead else roll_out(setting, draw(step), step)
-            batch = watch.look(batch, step)  # paired groups and the like are no part of the step
             groups = batch.groups
+            watch.look(groups, step)
             ahead = None
             student_tokens += sum(r.sampled for group in groups for r in group.rollouts)
 

@@ -1,11 +1,10 @@
 """Diagnostics of a training run: they look at what a step rolled out and trained, and change nothing about it.
 
-One object, which the training loop calls at four places: it adds paired prompts to a step's, takes their groups out again before
-anything else sees them, has failed answers branched now and then, and completes the step's metrics.
+One object: it adds paired prompts to a step's, takes their groups out again before anything else sees them, looks at the others
+before they are learned from, has failed answers branched now and then, and completes the step's metrics.
 """
 
 import contextlib
-import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ Loop = Callable[[Any, Sequence[Prompt], int, str], list[Group]]
 
 
 class Diagnostics:
-    """Used by the training thread; only `timed` loops run in others, too."""
+    """Used by the training thread; `timed` loops and `without_pairs` may run in another."""
 
     def __init__(
         self,
@@ -64,6 +63,7 @@ class Diagnostics:
         self._table = run / "teacher_comparison"
         written = [int(path.stem) for path in self._table.glob("*.jsonl") if path.stem.isdigit()]
         self._compared = max((at for at in written if at <= step), default=0)
+        self._roots: dict[int, dict[str, Group]] = {}  # paired groups by step and state: steps may overlap
         self._states: list[nodes.Rolled] = []
         self._fetch: nodes.Fetch | None = None
         self._found: dict[str, float] = {}  # metrics of the step's groups
@@ -76,10 +76,16 @@ class Diagnostics:
         """A step's prompts and, where a paired evaluation is due, the roots of some of its states behind them."""
         return prompts + (paired.root_prompts(prompts, self._keys.paired_states) if due(self._keys.paired_every, step) else [])
 
-    def look(self, batch: Any, step: int) -> Any:
-        """Returns a step's batch (`loops.dynamic.Batch`) without its paired groups. To be called before the curriculum observes
-        the groups, and before the policy is updated."""
-        (groups, roots), (trained, _) = paired.split(batch.groups), paired.split(batch.trained)
+    def without_pairs(self, groups: Sequence[Group], step: int) -> list[Group]:
+        """The groups without the paired ones, which are kept for `look`."""
+        rest, roots = paired.split(groups)
+        if roots:
+            self._roots[step] = roots
+        return rest
+
+    def look(self, groups: Sequence[Group], step: int) -> None:
+        """Looks at a step's groups, before the curriculum observes them and before the policy is updated."""
+        roots = self._roots.pop(step, {})
         look_up, threshold, keys = self._curriculum.look_up, self._threshold, self._keys
         pairs = [
             paired.Pair(group, roots[group.prompt.group_id], look_up(group.prompt.node))
@@ -97,7 +103,6 @@ class Diagnostics:
         self._compare(groups, step)
         scored = self._states if due(keys.score_every, step) else []
         self._fetch = self._learner.start_score(nodes.sequences(scored)) if scored else None
-        return dataclasses.replace(batch, groups=groups, trained=trained)
 
     def _compare(self, groups: Sequence[Group], step: int) -> None:
         """Writes the table of the teacher's continuations at the first step that has some, once one is due."""

@@ -298,7 +298,7 @@ def rollout_work(config: Any, model: ModelConfig, groups: list, device: str, mes
     }
 
 
-def teacher_work(config: Any, work: Work, groups: list, steps: int | None) -> dict | None:
+def teacher_work(config: Any, work: Work, groups: list, steps: int | None, notes: list[str]) -> dict | None:
     """Corrections, tokens and money of a step and of the run, before budgets and cached replies; None: there is no teacher."""
     teacher, pool = config.teacher, config.curriculum.pool
     if not teacher.enabled or pool == "none" or pool in TEACHERLESS:
@@ -314,6 +314,10 @@ def teacher_work(config: Any, work: Work, groups: list, steps: int | None) -> di
     a_step = {"corrections": count, "prompt_tokens": asked, "completion_tokens": answered, "money": money}
     budgets = [(teacher.token_budget, asked + answered), (teacher.money_budget, money)]
     lasts = [budget / spent for budget, spent in budgets if budget and spent]
+    if teacher.base_url != ORACLE and not (teacher.prompt_price or teacher.completion_price):
+        notes.append("the teacher's tokens cost nothing: neither teacher.prompt_price nor teacher.completion_price is set")
+    if config.objective.teacher_update == "post_ppo":
+        notes.append("the learner's optimizer steps on the teacher's tokens alone are not counted")
     return {
         "rule_based": teacher.base_url == ORACLE,
         "per_step": a_step,
@@ -326,63 +330,70 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(model)))
 
 
+def steps_of(config: Any, work: Work, sampled: float) -> int | None:
+    """Steps until the run ends, None if that is not known. sampled: tokens a step."""
+    epochs = config.train.epochs * (work.problems // config.data.batch_size)
+    ends = [config.train.steps or epochs, math.ceil(config.train.student_tokens / sampled)]
+    return min((end for end in ends if end), default=None)
+
+
+def seconds_of(config: Any, arguments: argparse.Namespace, work: float, rollout: float | None, notes: list[str]) -> dict:
+    """Seconds of a step: model FLOPs `work` at the assumed utilisation, and rollouts; None where a speed is not known."""
+    kind = DEVICES[arguments.device][0]
+    peak = config.learner.peak_flops or flops.peak(kind, config.model.dtype)
+    learner = work / (peak * arguments.mfu * arguments.devices) if peak else None
+    if learner is None:
+        notes.append(f"FLOP/s of {kind} in {config.model.dtype} are not known: no seconds without learner.peak_flops")
+    else:
+        rate = f"{arguments.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s a device"
+        notes.append(f"the learner reaches {rate} in what the mathematics asks for; recomputation comes on top")
+    if rollout is not None:
+        rate = f"{arguments.bandwidth_share:.0%} of the memory bandwidth"
+        notes.append(f"decoding reaches {rate}, and no answer is waited for alone")
+    step = None
+    if learner is not None and rollout is not None:  # with max_staleness the next rollouts run beside the update
+        step = max(learner, rollout) if config.rollout.max_staleness else learner + rollout
+    return {"learner": learner, "rollout": rollout, "step": step}
+
+
+def memory_of(config: Any, arguments: argparse.Namespace, model: ModelConfig, shapes: list, mini_batches: int, rollout: dict):
+    """Bytes on a device of the learner, by part, and of an engine beside it."""
+    mesh = sharding.mesh_sizes(config.learner.mesh, arguments.devices)
+    parts, shape = worst(config, model, shapes, mesh, backend_of(config, arguments.device), mini_batches)
+    if config.rollout.engine == "native":
+        held = {"engine_weights": "weight_bytes_per_engine", "engine_kv": "kv_bytes_per_engine_at_full_length"}
+        parts |= {name: rollout[key] // mesh["tensor"] for name, key in held.items()}
+    together, capacity = sum(parts.values()), DEVICES[arguments.device][1] * 10**9
+    fits = together <= capacity if capacity else None
+    held = {"bytes_by_part": parts, "bytes": together, "of_shape": dataclasses.asdict(shape)}
+    return held | {"device_bytes": capacity, "fits": fits}
+
+
 def plan(config: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything that is estimated, as what --json prints. Allocates nothing and compiles nothing."""
     notes: list[str] = []
     model, work = find_model(config, arguments.preset, notes), find_work(config, arguments, notes)
-    kind, capacity, _ = DEVICES[arguments.device]
-    mesh = sharding.mesh_sizes(config.learner.mesh, arguments.devices)
+    mesh, attention = sharding.mesh_sizes(config.learner.mesh, arguments.devices), backend_of(config, arguments.device)
     shards = mesh["data"] * mesh["fsdp"]
     objective = Objective.from_config(config.objective)
     shapes = programs_lib.batch_shapes(objective, config.optim, config.learner, config.rollout.n, step_rows(config), shards)
-    attention = backend_of(config, arguments.device)
     groups = groups_of_step(config, work, notes)
     mini_batches = mini_batches_of(config, rows_of_step(config, work, groups))
     learner = learner_work(config, model, mini_batches, shapes, shards, attention == "splash")
-    parts, shape = worst(config, model, shapes, mesh, attention, len(mini_batches))
     rollout = rollout_work(config, model, groups, arguments.device, mesh, arguments.bandwidth_share)
-    if config.rollout.engine == "native":
-        held = {"engine_weights": "weight_bytes_per_engine", "engine_kv": "kv_bytes_per_engine_at_full_length"}
-        parts |= {name: rollout[key] // mesh["tensor"] for name, key in held.items()}
-    steps = config.train.steps or config.train.epochs * (work.problems // config.data.batch_size) or None
-    peak = config.learner.peak_flops or flops.peak(kind, config.model.dtype)
+    steps = steps_of(config, work, rollout["tokens"])
     total = sum(value for key, value in learner.items() if key.startswith("flops_"))
-    update = total / (peak * arguments.mfu * arguments.devices) if peak else None
-    if not peak:
-        notes.append(f"FLOP/s of {kind} in {config.model.dtype} are not known: no seconds without learner.peak_flops")
-    else:
-        notes.append(
-            f"the learner reaches {arguments.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s a device; recomputation is part of the rest"
-        )
-    if rollout["seconds"] is not None:
-        notes.append(
-            f"decoding reaches {arguments.bandwidth_share:.0%} of the memory bandwidth, and no answer is waited for alone"
-        )
-    if config.objective.teacher_update == "post_ppo":
-        notes.append("optimizer steps on the teacher's tokens alone are not counted")
-    teacher = teacher_work(config, work, groups, steps)
-    if teacher and not (teacher["rule_based"] or config.teacher.prompt_price or config.teacher.completion_price):
-        notes.append("the teacher's tokens cost nothing: neither teacher.prompt_price nor teacher.completion_price is set")
-    known = [seconds for seconds in (update, rollout["seconds"]) if seconds is not None]
-    together = (max if config.rollout.max_staleness else sum)(known) if len(known) == 2 else None
-    total_memory = sum(parts.values())
+    seconds = seconds_of(config, arguments, total, rollout["seconds"], notes)
+    teacher = teacher_work(config, work, groups, steps, notes)
     return {
         "model": dataclasses.asdict(model) | {"parameters": parameter_count(model)},
-        "device": {
-            "name": arguments.device,
-            "count": arguments.devices,
-            "mesh": mesh,
-            "peak_flops": peak,
-            "attention": attention,
-        },
-        "memory": {"bytes_by_part": parts, "bytes": total_memory, "of_shape": dataclasses.asdict(shape)}
-        | {"device_bytes": capacity * 10**9, "fits": total_memory <= capacity * 10**9 if capacity else None},
+        "device": {"name": arguments.device, "count": arguments.devices, "mesh": mesh, "attention": attention},
+        "memory": memory_of(config, arguments, model, shapes, len(mini_batches), rollout),
         "shapes": [dataclasses.asdict(shape) for shape in shapes],
         "work": dataclasses.asdict(work) | {"steps": steps},
         "learner": learner,
         "rollout": rollout,
-        "seconds": {"learner": update, "rollout": rollout["seconds"], "step": together}
-        | {"run": together * steps if together and steps else None},
+        "seconds": seconds | {"run": seconds["step"] * steps if seconds["step"] and steps else None},
         "teacher": teacher,
         "assumptions": notes,
     }

@@ -21,6 +21,7 @@ from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 
 BLOCKS = 4  # [block, V] float32 arrays at once: logits, their exponentials, their gradient, and what is being summed
+HEADS = 4  # [V, D] float32 arrays meanwhile, not divided by fsdp: the head, its gradient of a block, that of all, the embedding's
 
 
 def plan_memory(
@@ -59,7 +60,7 @@ def plan_memory(
     activations = c.num_layers * tokens * size * _kept(config, remat, tensor)
     if remat == "none" and shape.T <= QUERY_CHUNK:  # else they are computed again
         activations += c.num_layers * tokens * _scores(config, attention, shape, size, tensor)
-    logits = 4 * BLOCKS * block * vocabulary + (4 + size) * vocabulary * c.width  # and the head, its gradient
+    logits = 4 * BLOCKS * block * vocabulary + (4 * HEADS + size) * vocabulary * c.width
     scores = _scores(config, attention, shape, size, tensor)
     layer = size * layers + 4 * largest + tokens * (2 * size * _kept(config, "none", tensor) + scores)
     copy = size * layers if size < 4 else 0

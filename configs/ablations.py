@@ -7,7 +7,7 @@
 All arms sample the same number of student tokens unless they say otherwise. Once `forest` has run, arms that ask the same teacher
 can share its replies: --config.teacher.replay=runs/carry_chain-forest/teacher fails where a new question comes up.
 The same edits answer the same questions on real models: --config.curriculum.cut=random on configs/math_1p5b.py, and so on.
-Hardware: 2 CPU cores. Time and result of each arm: the table of docs/log.md.
+Hardware: 2 CPU cores. Time and results: docs/log.md has those arms that were run, one seed each.
 """
 
 import dataclasses

@@ -14,8 +14,16 @@ fi
 python=${DEEPGRPO_VENV:-.venv}/bin/python
 "$python" -m ruff check .
 "$python" -m ruff format --check .
+export JAX_PLATFORMS=cpu
 marks=()
 if [ "${DEEPGRPO_SYSTEM:-1}" = 0 ]; then
     marks=(-m "not system")
 fi
-JAX_PLATFORMS=cpu exec "$python" -m pytest "${marks[@]}" "$@"
+if [ $# -gt 0 ]; then
+    exec "$python" -m pytest "${marks[@]}" "$@"
+fi
+# The quick tests on all cores, at most eight; those that start servers or compile large models one after the other.
+"$python" -m pytest -n auto --maxprocesses=8 --dist loadfile -m "not system"
+if [ "${DEEPGRPO_SYSTEM:-1}" != 0 ]; then
+    "$python" -m pytest -m system
+fi

@@ -1,5 +1,6 @@
 """Shared set-up: JAX on CPU with eight fake devices, and the golden and data folders."""
 
+import fcntl
 import json
 import os
 import pathlib
@@ -46,14 +47,26 @@ def data_folder() -> pathlib.Path:
 @pytest.fixture(scope="session")
 def student() -> pathlib.Path:
     """The demo's warm-started student; made on first use (a minute or two), cached in the checkout by its recipe's hash."""
-    made = subprocess.run(
-        [sys.executable, "-m", "deepgrpo.warm_start", "--config=configs/carry_chain.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    with open(ROOT / ".cache" / "student.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several test processes, one makes it
+        made = subprocess.run(
+            [sys.executable, "-m", "deepgrpo.warm_start", "--config=configs/carry_chain.py"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
     assert made.returncode == 0, made.stdout + made.stderr
     from configs import carry_chain
 
     return ROOT / carry_chain.get_config().model.path
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Prints what tests have recorded as `figures`, from whichever process they ran in."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, text in report.user_properties:
+            if name == "figures" and report.when == "call":
+                terminalreporter.write_sep("-", report.nodeid)
+                terminalreporter.write_line(text)

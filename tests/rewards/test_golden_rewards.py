@@ -42,7 +42,7 @@ def group(case):
 
 
 @pytest.mark.parametrize("grader", THRESHOLDS)
-def test_agreement_with_a_person(graded, grader, capsys):
+def test_agreement_with_a_person(graded, grader, record_property):
     counts = collections.defaultdict(collections.Counter)
     differ, wrongly_accepted = [], []
     for case, grade in graded:
@@ -58,14 +58,13 @@ def test_agreement_with_a_person(graded, grader, capsys):
         pytest.skip(f"no golden case of {grader}")
     total = sum(counts.values(), collections.Counter())
     late = sum(grade.reason == "timeout" for case, grade in graded if group(case) == grader)
-    with capsys.disabled():
-        print()
-        for source, row in (*counts.items(), (f"{grader}, all", total)):
-            print(
-                f"{source:>16}: {row['cases']:4d} cases, agreement {row['agree'] / row['cases']:6.1%}, "
-                f"{row['accept']} wrongly accepted, {row['refusal']} wrongly refused"
-            )
-        print(f"{late} past the deadline; not as a person: {', '.join(differ) or 'none'}")
+    lines = [
+        f"{source:>16}: {row['cases']:4d} cases, agreement {row['agree'] / row['cases']:6.1%}, "
+        f"{row['accept']} wrongly accepted, {row['refusal']} wrongly refused"
+        for source, row in (*counts.items(), (f"{grader}, all", total))
+    ]
+    lines.append(f"{late} past the deadline; not as a person: {', '.join(differ) or 'none'}")
+    record_property("figures", "\n".join(lines))
     least, most = THRESHOLDS[grader]
     assert total["agree"] / total["cases"] >= least
     assert len(wrongly_accepted) / total["cases"] <= most

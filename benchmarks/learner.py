@@ -257,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-tunix", action="store_true", help="measure our own step alone")
     parser.add_argument("--only", default="", help="only variants of our step whose name contains this, besides the plain one")
+    parser.add_argument("--work", default="", choices=("equal", "ragged", "half"), help="only this work")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each program")
     parser.add_argument("--serve", choices=(OWN, "tunix"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -270,6 +271,7 @@ def main() -> None:
     if not arguments.without_tunix:
         children["tunix"] = Child("tunix", tunix_python())
         turns += [("tunix", str(rows), work) for rows in TUNIX_ROWS for work in ("equal", "ragged")]
+    turns = [turn for turn in turns if arguments.work in ("", turn[2])]
     found: dict[tuple[str, str, str], list[dict]] = {turn: [] for turn in turns}
     for round_ in range(arguments.repeats + 1):  # the first one compiles, and takes a second step to be sure
         for turn in turns:

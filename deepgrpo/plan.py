@@ -429,7 +429,10 @@ def compiled(config: Any, model: ModelConfig, devices: int, shape: packing.Shape
     """XLA's account of the optimizer step compiled for a shape, beside the estimate for the same program."""
     found = jax.devices()[:devices]
     if len(found) < devices:
-        raise config_lib.ConfigError(f"--compile for {devices} devices: JAX has {len(found)} of {found[0].device_kind}")
+        raise config_lib.ConfigError(
+            f"--compile for {devices} devices: JAX has {len(found)} of {found[0].device_kind}. JAX_PLATFORMS=cpu compiles for as"
+            f" many CPU devices as are asked for"
+        )
     mesh = sharding.make_mesh(config.learner.mesh, found)
     dtype, objective = jnp.dtype(config.model.dtype), Objective.from_config(config.objective)
     attention = choose_backend(config.model.attention, found[0], dtype)

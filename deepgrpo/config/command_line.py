@@ -4,6 +4,7 @@
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
@@ -49,13 +50,16 @@ class CommandLine:
     overrides: tuple[tuple[str, str], ...]
 
 
-def from_command_line(argv: Sequence[str]) -> tuple[config_dict.ConfigDict, CommandLine]:
+def from_command_line(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[config_dict.ConfigDict, CommandLine]:
     """Returns the locked configuration that `argv` (as `sys.argv`: the program's name first) asks for.
+
+    others: flags and words that the program takes besides (and has taken out of `argv`), so that a mistyped one is recognised.
 
     Raises:
       ConfigError: unknown flag, key or section, wrong type, duplicate, missing required key or impossible combination.
+      SystemExit: --help was asked for, and printed.
     """
-    line = split_command_line(argv)
+    line = split_command_line(argv, others)
     schema = load(SCHEMA, None)
     config = load(pathlib.Path(line.file), line.argument)
     problems = against_schema(config, schema, line.file)
@@ -91,16 +95,18 @@ def flatten(config: config_dict.ConfigDict) -> dict[str, Any]:
 #### The command line
 
 
-def split_command_line(argv: Sequence[str]) -> CommandLine:
+def split_command_line(argv: Sequence[str], others: Sequence[str] = ()) -> CommandLine:
     """Sorts the arguments into the experiment and its overrides; refuses everything else."""
     file, overrides = None, {}
     rest = list(argv[1:])
     while rest:
         flag, equals, text = rest.pop(0).partition("=")
         if flag in ("--help", "-h"):
-            raise SystemExit(usage())
+            with contextlib.suppress(BrokenPipeError):  # `--help | head` has seen enough
+                print(usage(pathlib.Path(argv[0]).stem), flush=True)
+            raise SystemExit(0)
         if flag != "--config" and not flag.startswith("--config."):
-            unknown_flag(flag)
+            unknown_flag(flag, others)
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"{flag} has no value: write {flag}=VALUE")
@@ -121,12 +127,14 @@ def split_command_line(argv: Sequence[str]) -> CommandLine:
     return CommandLine(tuple(argv), path + ".py" if suffix else file, argument if suffix else None, tuple(overrides.items()))
 
 
-def unknown_flag(flag: str) -> NoReturn:
+def unknown_flag(flag: str, others: Sequence[str]) -> NoReturn:
+    if re.search(r"\.py(:|$)", flag) and not flag.startswith("-"):
+        raise ConfigError(f"unknown argument {flag}: did you mean --config={flag}?")
     keys = list(flatten(load(SCHEMA, None)))
     bare = flag.lstrip("-").removeprefix("no").removeprefix("config.")
-    same = difflib.get_close_matches(flag, ["--config", "--help"], cutoff=0.75)
+    same = difflib.get_close_matches(flag, ["--config", "--help", *others], cutoff=0.75)
     near = same or [f"--config.{key}=VALUE" for key in nearest(bare, keys)[:1] if flag.startswith("-")]
-    hint = f"did you mean {near[0]}?" if near else "expected --config=PATH and --config.KEY=VALUE"
+    hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(['--config=PATH', '--config.KEY=VALUE', *others])}"
     raise ConfigError(f"unknown argument {flag}: {hint}")
 
 
@@ -135,14 +143,20 @@ def experiments() -> list[str]:
     return sorted(f"configs/{path.name}" for path in SCHEMA.parent.glob("*.py") if path != SCHEMA)
 
 
-def usage() -> str:
-    """Every key with its default and its comment, read from the schema's own lines."""
+def usage(program: str) -> str:
+    """What an entry point says about itself, then every key with its default and comment, read from the schema's own lines."""
+    source = ROOT / "deepgrpo" / f"{program}.py"
+    about = ast.get_docstring(ast.parse(source.read_text())) if source.is_file() else None
     lines = [
-        "usage: python -m deepgrpo.PROGRAM --config=PATH.py[:ARGUMENT] [--config.KEY=VALUE ...]",
-        f"PATH: {', '.join(experiments())}",
+        f"usage: python -m deepgrpo.{program if about else 'PROGRAM'} --config=PATH.py[:ARGUMENT] [--config.KEY=VALUE ...]",
+        *(["", about] if about else []),
         "",
+        f"PATH.py: {', '.join(experiments())}",
+        "",
+        "keys (their defaults here are those of configs/common.py; an experiment may set others):",
     ]
-    for match in re.finditer(r"^ +config\.([\w.]+) = (?!section)([^#\n]+?)(?:  # (.*))?$", SCHEMA.read_text(), re.M):
+    key_line = r"^ +config\.([\w.]+) = (?!section)(?:\(\n +)?([^#\n]+?)(?:  # (.*))?$"  # a long line is wrapped in brackets
+    for match in re.finditer(key_line, SCHEMA.read_text(), re.M):
         key, default, comment = match.groups()
         default = "(required)" if "placeholder" in default else default
         lines.append(f"  --config.{key}={default}" + (f"\n      {comment}" if comment else ""))

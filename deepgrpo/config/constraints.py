@@ -8,9 +8,9 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from deepgrpo.config import branch_rules, curriculum_rules, diagnostics_rules, objective_rules, treerl_rules
+from deepgrpo.config import branch_rules, curriculum_rules, data_rules, diagnostics_rules, objective_rules, treerl_rules
+from deepgrpo.config.data_rules import GENERATED
 
-GENERATED = ("carry_chain", "arithmetic")  # data sets that come from a generator, not from a file
 ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
 
 READERS = ("gsm8k", "math", "aime24", "amc", "minerva", "olympiad_bench", "deepscaler", "verl", *GENERATED)  # NAME of "NAME:PATH"
@@ -165,6 +165,7 @@ def problems(config: config_dict.ConfigDict, flat: Mapping[str, Any]) -> list[st
         values = flat[key] if isinstance(flat[key], tuple) else (flat[key],)
         if not all(inside(value, interval) for value in values):
             found.append(f"{key} = {flat[key]!r}: expected {'each ' if isinstance(flat[key], tuple) else ''}in {interval}")
+    found += data_rules.problems(config.data, READERS)
     # A rule over a value that is wrong by itself would only add noise.
     broken = {problem.partition(" ")[0] for problem in found}
     for keys, fits, expected in rules(config):
@@ -206,8 +207,6 @@ def size_rules(config: config_dict.ConfigDict) -> list[Rule]:
             "expected a folder's name: letters, digits and . _ - + =",
         ),
         (("data.train",), bool(data.train), "expected at least one training set; add --config.data.train=NAME:PATH"),
-        (("data.train",), are_sets(data.train), f"expected NAME:PATH with NAME one of {', '.join(READERS)}"),
-        (("data.validation",), are_sets(data.validation), f"expected NAME:PATH with NAME one of {', '.join(READERS)}"),
         (
             ("validation.every", "data.validation"),
             config.validation.every == 0 or bool(data.validation),
@@ -341,7 +340,6 @@ def evaluation_rules(config: config_dict.ConfigDict) -> list[Rule]:
             config.rollout.engine != "vllm" or keys.temperature == 0 or inside(keys.temperature, VLLM_TEMPERATURES),
             f"vLLM samples at 0 (greedy) or at temperatures in {VLLM_TEMPERATURES}",
         ),
-        (("data.selection",), are_sets(data.selection), f"expected NAME:PATH with NAME one of {', '.join(READERS)}"),
         (
             ("data.selection", "data.validation"),
             not set(data.selection) & set(data.validation),
@@ -415,10 +413,6 @@ def vllm_rules(config: config_dict.ConfigDict) -> list[Rule]:
             "several servers would share the visible GPUs; name each one's with vllm.gpu_ids",
         ),
     ]
-
-
-def are_sets(names: tuple[str, ...]) -> bool:
-    return all(reader in READERS and path for reader, _, path in (name.partition(":") for name in names))
 
 
 def teacher_rules(config: config_dict.ConfigDict) -> list[Rule]:

@@ -1,6 +1,8 @@
 """Every way to get a key wrong ends with an error that names the key, and the right ways work, without JAX, in no time."""
 
+import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -17,8 +19,8 @@ def get_config(argument="none"):
     config = common.get_config()
     config.name = "test-" + argument
     config.model.path = "models/m"
-    config.data.train = ("carry_chain:train",)
-    config.data.validation = ("carry_chain:heldout",)
+    config.data.train = ("carry_chain:train:4",)
+    config.data.validation = ("carry_chain:heldout:4",)
     {line}
     return config
 """
@@ -138,19 +140,38 @@ def message_of(arguments) -> str:
     return str(error.value)
 
 
-def test_help_lists_every_key():
+@pytest.mark.parametrize("program", ["train", "warm_start", "serve"])
+def test_help_is_the_programs_own_and_lists_every_key_with_its_default(program, capsys):
     with pytest.raises(SystemExit) as error:
-        config_lib.from_command_line(["train.py", "--help"])
-    text = str(error.value)
+        config_lib.from_command_line([f"/elsewhere/{program}.py", "--help"])
+    text = capsys.readouterr().out
+    assert error.value.code == 0
+    assert text.count(f"python -m deepgrpo.{program} --config=") > 1  # the usage, and an example of the docstring
     keys = config_lib.flatten(command_line.load(command_line.SCHEMA, None))
-    assert not [key for key in keys if f"--config.{key}=" not in text]
+    listed = dict(re.findall(r"^  --config\.([\w.]+)=(.*)$", text, re.M))
+    assert listed.keys() == keys.keys()
+    required = {key for key, value in keys.items() if value is None}
+    assert {key for key, default in listed.items() if default == "(required)"} == required
+    wrong = [key for key in keys.keys() - required if ast.literal_eval(listed[key]) != keys[key]]
+    assert not wrong
+
+
+def test_unknown_argument_is_compared_with_the_programs_own_flags():
+    own = ("--checkpoint", "--best", "compare")
+    for typed, meant in {"--chekpoint=x": "--checkpoint", "compre": "compare", "--confg=x": "--config"}.items():
+        with pytest.raises(config_lib.ConfigError, match=rf"{typed.partition('=')[0]}: did you mean {meant}\?"):
+            config_lib.from_command_line(["evaluate", typed], own)
+    with pytest.raises(config_lib.ConfigError, match=r"did you mean --config=configs/carry_chain.py:luffy\?"):
+        config_lib.from_command_line(["train.py", "configs/carry_chain.py:luffy"])
+    with pytest.raises(config_lib.ConfigError, match=r"expected --config=PATH, --config.KEY=VALUE, --checkpoint"):
+        config_lib.from_command_line(["evaluate", "something"], own)
 
 
 def test_before_jax_and_with_a_warning_for_old_knobs():
     code = (
         "import sys; from deepgrpo import config\n"
         "try: config.from_command_line(['x', '--config=configs/common.py', '--config.name=n', '--config.model.path=m',"
-        " '--config.data.train=carry_chain:x', '--config.validation.every=0'])\n"
+        " '--config.data.train=carry_chain:train:4', '--config.validation.every=0'])\n"
         "finally: print('jax' in sys.modules)"
     )
     done = subprocess.run(

@@ -314,6 +314,7 @@ def teacher_work(config: Any, work: Work, groups: list, steps: int | None, notes
     a_step = {"corrections": count, "prompt_tokens": asked, "completion_tokens": answered, "money": money}
     budgets = [(teacher.token_budget, asked + answered), (teacher.money_budget, money)]
     lasts = [budget / spent for budget, spent in budgets if budget and spent]
+    notes.append(f"{work.failure_share:.0%} of the responses fail, and a correction is as long as a response")
     if teacher.base_url != ORACLE and not (teacher.prompt_price or teacher.completion_price):
         notes.append("the teacher's tokens cost nothing: neither teacher.prompt_price nor teacher.completion_price is set")
     if config.objective.teacher_update == "post_ppo":
@@ -381,6 +382,8 @@ def plan(config: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     mini_batches = mini_batches_of(config, rows_of_step(config, work, groups))
     learner = learner_work(config, model, mini_batches, shapes, shards, attention == "splash")
     rollout = rollout_work(config, model, groups, arguments.device, mesh, arguments.bandwidth_share)
+    if config.rollout.engine == "vllm":
+        notes.append("the learner's devices hold the learner alone; vLLM takes vllm.gpu_memory_utilization of its own")
     steps = steps_of(config, work, rollout["tokens"])
     total = sum(value for key, value in learner.items() if key.startswith("flops_"))
     seconds = seconds_of(config, arguments, total, rollout["seconds"], notes)

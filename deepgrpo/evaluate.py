@@ -21,6 +21,7 @@ from deepgrpo import config as config_lib
 from deepgrpo.config.constraints import CHOICES
 
 GRADERS = CHOICES["rewards.grader"]
+OWN = ("--checkpoint=RUN", "--best", "--model=FOLDER", "--out=FOLDER", "--regrade=FOLDER", "compare")  # besides --config
 
 
 def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -58,9 +59,10 @@ def configure(args: argparse.Namespace, rest: list[str]):
         try:
             step = runs.step_folder(args.checkpoint, args.best)
             model = args.model or runs.starting_model(step)
+            runs.require_vocabulary(step, model)
         except (CheckpointError, OSError) as error:
             raise SystemExit(f"error: {error}") from error
-    config, _ = config_lib.from_command_line(["evaluate", *rest, *([f"--config.model.path={model}"] if model else [])])
+    config, _ = config_lib.from_command_line(["evaluate", *rest, *([f"--config.model.path={model}"] if model else [])], OWN)
     if not config.data.validation:
         raise config_lib.ConfigError("data.validation names no set to evaluate on: add --config.data.validation=NAME:PATH")
     needed = config.copy_and_resolve_references()
@@ -99,6 +101,7 @@ from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
 from deepgrpo.telemetry.regrade import Marks, NotOffline, grader_version, regrade, result_of  # noqa: E402
 from deepgrpo.types import Problem, Prompt  # noqa: E402
 from deepgrpo.weights import best, fixed, runs  # noqa: E402
+from deepgrpo.weights.checkpoint import CheckpointError  # noqa: E402
 from deepgrpo.weights.setup import open_engine  # noqa: E402
 
 log = logging.getLogger("deepgrpo.evaluate")  # by its name: __name__ is __main__ here
@@ -130,7 +133,13 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack) -> di
     lost: dict[str, int] = {}  # rows that never became a problem
     for spec in data.validation:
         limits = (data.max_prompt_length, data.validation_limit)
-        loaded[spec], report = dataset_lib.load_problems(spec, tokenizer, data.template, *limits)
+        try:
+            loaded[spec], report = dataset_lib.load_problems(spec, tokenizer, data.template, *limits)
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # a file of another form than its reader's, or nothing left of it: the user's to mend
+            raise config_lib.ConfigError(f"error: data.validation: {error}") from error
         lost[spec] = report.rows - report.kept
         log.info("data: %s", report)
     files = collections.Counter(source for problems in loaded.values() for source in {p.data_source for p in problems})
@@ -276,5 +285,5 @@ if __name__ == "__main__":
             print(changes)
         else:
             main(CONFIG, STEP, ARGS.out)
-    except (answers_lib.OtherSettings, NotOffline, FileNotFoundError) as error:
+    except (answers_lib.OtherSettings, NotOffline, CheckpointError, FileNotFoundError) as error:
         raise SystemExit(f"error: {error}") from error

@@ -15,7 +15,7 @@ from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.weights import hf
 from deepgrpo.weights.checkpoint import CheckpointError, read_arrays
-from deepgrpo.weights.runs import starting_model, step_folder
+from deepgrpo.weights.runs import require_vocabulary, starting_model, step_folder
 
 
 def export(
@@ -29,13 +29,16 @@ def export(
     """
     folder = step_folder(checkpoint, best)
     model = model or starting_model(folder)
+    require_vocabulary(folder, model)
     config = ModelConfig.from_hf(model)
     hf.save(read_arrays(folder, abstract_params(config), "params."), config, out, dtype, tokenizer_from=model)
     return folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m deepgrpo.export", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m deepgrpo.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint", type=pathlib.Path, required=True, help="folder of a run, or of one of its steps")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to make; must not exist")
     parser.add_argument("--best", action="store_true", help="of a run, the step of the best validation instead of the newest")

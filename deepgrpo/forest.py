@@ -118,7 +118,7 @@ def show(args: argparse.Namespace) -> None:
 
 def chosen_trees(saved: Saved, args: argparse.Namespace) -> list[int]:
     if args.tree is not None:
-        if not 0 <= args.tree < len(saved.trees):
+        if args.tree >= len(saved.trees):
             raise ValueError(f"--tree={args.tree}: the forest has {len(saved.trees)} trees, numbered from 0")
         return [args.tree]
     numbers = forest_view.ordered(saved, args.sort)
@@ -228,6 +228,7 @@ def write(saved: Saved, args: argparse.Namespace, vocabulary: Vocabulary, source
     for name, one in [*((opened.title, opened.saved) for opened in sources), (str(args.out), saved)]:
         states = sum(node.parent is not None for node in one.nodes())
         print(f"{len(one.trees):8} trees {states:8} states {one.num_events():8} waiting failures  {name}")
+    print(f"a run begins with it by --config.curriculum.start_from={args.out}")
 
 
 #### export
@@ -244,7 +245,7 @@ def export(args: argparse.Namespace) -> None:
         raise ValueError(f"--out: {args.out} exists already; remove it or name another file")
     lines = (json.dumps(exported(row, trees[row["tree"]]), default=np.ndarray.tolist) for row in kept)
     replace_text(args.out, "".join(f"{line}\n" for line in lines))
-    print(f"{len(kept)} states -> {args.out}")
+    print(f"{len(kept)} states -> {args.out}; their questions: --config.data.train=verl:{args.out} --config.data.template=chat")
 
 
 def exported(row: dict[str, Any], tree: Tree) -> dict[str, Any]:
@@ -263,7 +264,9 @@ def exported(row: dict[str, Any], tree: Tree) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m deepgrpo.forest", description=__doc__.split("\n\n")[0])
+    top = argparse.ArgumentParser(
+        prog="python -m deepgrpo.forest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = top.add_subparsers(dest="command", required=True)
 
     def command(function: Any, text: str) -> argparse.ArgumentParser:
@@ -276,7 +279,7 @@ def parser() -> argparse.ArgumentParser:
 
     one = command(show, "Shows what is in a forest: a summary, then a tree a prompt.")
     one.add_argument("run", type=pathlib.Path, metavar="RUN")
-    one.add_argument("--tree", type=int, help="only this one, by its number")
+    one.add_argument("--tree", type=natural, help="only this one, by its number")
     one.add_argument("--sort", choices=sorted(forest_view.SORTS), default="made")
     one.add_argument("--limit", type=natural, help="trees shown; 0: all (the default of --json and --html; else 10)")
     usual = f"{HTML_TOKENS} in HTML, {TERMINAL_TOKENS} in the terminal"
@@ -322,10 +325,9 @@ def writes(one: argparse.ArgumentParser) -> None:
 
 
 def natural(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return number
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, found {text!r}")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -92,6 +92,8 @@ def check_request(request: Request, benchmark: Benchmark) -> None:
     out, options = pathlib.Path(request.out), request.options
     if not request.out:
         raise ValueError("--out: expected the folder to write to")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out: {out} is a file, expected a folder: choose another name")
     if negative := [name for name in ("hold_out", "max_train", "max_test") if getattr(request, name) < 0]:
         raise ValueError(f"--{negative[0].replace('_', '-')}: expected a number of rows, 0 or more")
     if options.prompt_style != "suffix" and not benchmark.styles:
@@ -344,6 +346,11 @@ def show(report: Mapping[str, Any], out: str, console: rich.console.Console) -> 
         mark = f"WARNING: questions in both: {found} ({counts['exact']} word for word, {counts['near']} reworded)"
         text = mark if found else "no question is in both"
         console.print(f"{rich.markup.escape(pair)}: {text}; {counts['similar']} look alike", highlight=False)
+    uses: dict[str, list[str]] = {}
+    for name, split in report["splits"].items():
+        uses.setdefault(name if name in ("train", "selection") else "validation", []).append(f"verl:{out}/{split['file']}")
+    flags = " ".join(f"--config.data.{use}={','.join(files)}" for use, files in uses.items())
+    console.print(rich.markup.escape(f"to use: {flags} --config.data.template=chat"), highlight=False)
 
 
 #### Command line

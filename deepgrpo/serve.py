@@ -1,11 +1,12 @@
 """Serves a run's policy by vLLM, for a training that runs elsewhere: on other GPUs of the host, or on another host.
 
     export DEEPGRPO_VLLM_TOKEN=$(python -c "import secrets; print(secrets.token_urlsafe())")     on both sides
-    python -m deepgrpo.serve --config=configs/math_1p5b.py --config.rollout.engine=vllm --config.vllm.gpu_ids=4,5
+    python -m deepgrpo.serve --config=configs/math_1p5b.py --config.rollout.engine=vllm --config.vllm.gpu_ids=4
     python -m deepgrpo.train --config=configs/math_1p5b.py --config.rollout.engine=vllm --config.vllm.attach=http://HOST:8100
 
 Both take the same configuration, so that names, types and lengths agree; `serve` reads its sections model, rollout, vllm and
-weights. On another host set vllm.host=0.0.0.0, in a network that you trust (the token travels in plain HTTP), and weights.folder
+weights. vllm.servers=2 with vllm.gpu_ids=4,5 starts two servers, at ports 8100 and 8101; `serve` prints what to attach to.
+On another host set vllm.host=0.0.0.0, in a network that you trust (the token travels in plain HTTP), and weights.folder
 to a folder that both hosts see under the same path. A server that dies is started again in its place, with the weights that
 `serve` began with; the training gives it the present ones. Ctrl-C or SIGTERM ends all of them.
 """
@@ -22,7 +23,7 @@ import sys
 import threading
 
 from deepgrpo import config as config_lib
-from deepgrpo.config.inputs import model_problems
+from deepgrpo.config.inputs import model_problems, vllm_python_problems
 
 if __name__ == "__main__":
     CONFIG, _ = config_lib.from_command_line(sys.argv)  # a mistyped key ends here, before JAX is imported
@@ -46,7 +47,7 @@ def main(config) -> int:
             f"environment variable {keys.token_env} is not set: the training proves with it that it may use the servers.\n"
             f'  -> export {keys.token_env}=$(python -c "import secrets; print(secrets.token_urlsafe())")   here and there'
         )
-    if problems := model_problems(config):
+    if problems := vllm_python_problems(config) + model_problems(config):
         raise config_lib.ConfigError("\n".join(f"{what}\n  -> {remedy}" for what, remedy in problems))
     jax.config.update("jax_platforms", "cpu")  # the accelerators are vLLM's
     stop = threading.Event()

@@ -47,7 +47,9 @@ def main(config, line) -> None:
     path, folder = line.file, pathlib.Path(config.model.path)
     make_recipe = runpy.run_path(path).get("warm_start")
     if make_recipe is None:
-        raise config_lib.ConfigError(f"{path} has no function warm_start(), which returns the recipe: see configs/carry_chain.py")
+        raise config_lib.ConfigError(
+            f"{path} has no function warm_start(), which returns the recipe; expected an experiment like configs/carry_chain.py"
+        )
     recipe = make_recipe().to_dict()
     if (folder / RECORD).is_file():
         record = json.loads((folder / RECORD).read_text())
@@ -57,6 +59,11 @@ def main(config, line) -> None:
             )
         print(f"warm start: cached in {folder}\n{report(record['ability'])}")
         return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise config_lib.ConfigError(
+            f"model.path = {folder} exists and is no student of this program (it has no {RECORD}): remove it, or set another "
+            "--config.model.path"
+        )
     began = time.monotonic()
     ability = make_student(recipe, folder)
     print(f"warm start: {time.monotonic() - began:.0f} s -> {folder}\n{report(ability)}")

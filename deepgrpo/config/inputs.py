@@ -84,10 +84,14 @@ def engine_problems(config: config_dict.ConfigDict) -> list[Problem]:
             return []
         remedy = f"export {vllm.token_env}=TOKEN, the one that the servers of vllm.attach were started with"
         return [(f"vLLM: environment variable {vllm.token_env} is not set", remedy)]
-    if os.access(vllm.python, os.X_OK):
+    return [(what, f"{remedy}; without vLLM: --config.rollout.engine=native") for what, remedy in vllm_python_problems(config)]
+
+
+def vllm_python_problems(config: config_dict.ConfigDict) -> list[Problem]:
+    if os.access(config.vllm.python, os.X_OK):
         return []
     remedy = "run launch/vllm_env.sh, or point --config.vllm.python at the Python of an environment with vLLM"
-    return [(f"vLLM: {vllm.python} is no program", f"{remedy}; without vLLM: --config.rollout.engine=native")]
+    return [(f"vLLM: {config.vllm.python} is no program", remedy)]
 
 
 def model_problems(config: config_dict.ConfigDict) -> list[Problem]:

@@ -37,8 +37,7 @@ class AnswerLog:
         settings = json.loads(json.dumps(settings))  # as it will be read back
         if (folder / SETTINGS).is_file():
             before = read_settings(folder)
-            if changed := [f"{key}: {before.get(key)!r} then, {settings.get(key)!r} now"
-                           for key in before | settings if before.get(key) != settings.get(key)]:  # fmt: skip
+            if changed := differences(before, settings):
                 raise OtherSettings(
                     f"{folder} holds an evaluation with other settings; choose another --out or remove it:\n  "
                     + "\n  ".join(changed)
@@ -64,6 +63,19 @@ class AnswerLog:
             file.flush()
             os.fsync(file.fileno())
         self.chunks[chunk] = entries
+
+
+def differences(before: Any, now: Any, name: str = "") -> list[str]:
+    """A line for each innermost setting that differs, named by its dotted key."""
+    if before == now:
+        return []
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [
+            line
+            for key in before | now
+            for line in differences(before.get(key, "(absent)"), now.get(key, "(absent)"), f"{name}.{key}" if name else key)
+        ]
+    return [f"{name}: {before!r} then, {now!r} now"]
 
 
 def read_settings(folder: pathlib.Path) -> dict[str, Any]:

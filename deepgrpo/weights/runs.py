@@ -1,14 +1,22 @@
 """Finding a run's checkpoints from outside of it: which step, which model it started from, how it was selected."""
 
+import difflib
 import json
 import pathlib
 from typing import Any
 
+from deepgrpo.config.forest_folder import vocabulary_of_model
 from deepgrpo.weights.checkpoint import MANIFEST, CheckpointError, Checkpoints, defect
+
+EXPECTED = f"expected a run's folder (with checkpoints/<step>/{MANIFEST}) or one of its steps (with {MANIFEST})"
 
 
 def step_folder(checkpoint: pathlib.Path, best: bool) -> pathlib.Path:
     """The folder of one complete step that `checkpoint`, a run or a step, stands for."""
+    if not checkpoint.is_dir():
+        near = difflib.get_close_matches(checkpoint.name, names(checkpoint.parent), n=1)
+        hint = f"did you mean {checkpoint.parent / near[0]}? " if near else ""
+        raise CheckpointError(f"{checkpoint}: no such folder; {hint}{EXPECTED[0].upper()}{EXPECTED[1:]}")
     if (checkpoint / MANIFEST).is_file():
         if best:
             raise CheckpointError(f"{checkpoint} is one step already; --best needs the run's folder")
@@ -17,13 +25,21 @@ def step_folder(checkpoint: pathlib.Path, best: bool) -> pathlib.Path:
         steps = checkpoint.absolute() / "checkpoints"
         step = best_step(checkpoint) if best else Checkpoints(steps, keep=1, save_best=False, best_metric="").latest_step()
         if step is None:
-            raise CheckpointError(
-                f"{checkpoint}: no complete checkpoint, expected <step>/{MANIFEST} there or in its checkpoints/"
-            )
+            raise CheckpointError(f"{checkpoint}: no complete checkpoint; {EXPECTED}, found {contents(checkpoint)}")
         folder = steps / str(step)
     if problem := defect(folder, hashes=True):
         raise CheckpointError(f"{folder}: cannot be used: {problem}")
     return folder
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def contents(folder: pathlib.Path) -> str:
+    """What is in it, for messages."""
+    found = names(folder)
+    return ", ".join(found[:12]) + (", ..." if len(found) > 12 else "") or "nothing"
 
 
 def best_step(run: pathlib.Path) -> int:
@@ -53,6 +69,20 @@ def starting_model(folder: pathlib.Path) -> pathlib.Path:
             f"{model}, where {folder.parent.parent} says the run started from, is not there: name its folder with --model"
         )
     return model
+
+
+def require_vocabulary(folder: pathlib.Path, model: pathlib.Path) -> None:
+    """Raises CheckpointError if `model` is known to number tokens otherwise than the model that this step's run started from."""
+    try:
+        before = starting_model(folder)
+    except FileNotFoundError:
+        return  # nothing to compare with: the shapes of the arrays have to tell
+    theirs, given = vocabulary_of_model(before), vocabulary_of_model(model)
+    if theirs and given and theirs.sha256 != given.sha256:
+        raise CheckpointError(
+            f"--model={model}: its tokenizer has another vocabulary than {before}, which the run of {folder} started from. "
+            "Leave out --model, or name a copy of that model"
+        )
 
 
 def selected_on(folder: pathlib.Path) -> list[str]:

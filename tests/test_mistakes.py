@@ -1,0 +1,98 @@
+"""What a newcomer gets wrong at the entry points ends before anything expensive, with what was found and what to do."""
+
+import argparse
+import json
+import shlex
+
+import pytest
+
+from deepgrpo import config as config_lib
+from deepgrpo import forest, prepare, serve, warm_start
+from deepgrpo.telemetry import answers
+from deepgrpo.weights import runs
+from deepgrpo.weights.checkpoint import CheckpointError
+from tests.conftest import ROOT
+from tests.data import small_tokenizer
+from tests.test_evaluate import run as evaluate
+from tests.test_evaluate import write_model
+
+DEMO = f"--config={ROOT / 'configs' / 'carry_chain.py'}"
+
+
+def test_a_students_folder_that_is_in_use_is_refused_before_the_training(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    config, line = config_lib.from_command_line(["warm_start", DEMO, f"--config.model.path={tmp_path}"])
+    with pytest.raises(config_lib.ConfigError, match=f"model.path = {tmp_path} exists and is no student .* set another"):
+        warm_start.main(config, line)
+
+
+def test_serving_without_vllm_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEPGRPO_VLLM_TOKEN", "secret")
+    absent = [f"--config.vllm.python={tmp_path}/python", f"--config.model.path={tmp_path}/model"]
+    config, _ = config_lib.from_command_line(["serve", DEMO, "--config.rollout.engine=vllm", *absent])
+    with pytest.raises(config_lib.ConfigError) as error:
+        serve.main(config)
+    assert "launch/vllm_env.sh" in str(error.value) and "model does not exist" in str(error.value)  # both at once
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [('{"q": "a", "a": "b"}', "lacks question, answer; it has q, a"), ("question,answer", "line 1 is not JSON")],
+)
+def test_an_evaluation_of_another_kind_of_file_says_so(tmp_path, line, said):
+    (tmp_path / "set.jsonl").write_text(line + "\n")
+    with pytest.raises(config_lib.ConfigError, match=said):
+        evaluate([f"--model={write_model(tmp_path)}"], tmp_path / "out", data__validation=f"gsm8k:{tmp_path}/set.jsonl")
+
+
+def test_only_the_settings_that_differ_are_said(tmp_path):
+    before = {"protocol": {"sets": {"math": {"problems": 500}}, "n": 1}, "seed": 0}
+    answers.AnswerLog(tmp_path, before)
+    with pytest.raises(answers.OtherSettings) as error:
+        answers.AnswerLog(tmp_path, {"protocol": {"sets": {"math": {"problems": 8}}, "n": 1}, "seed": 0})
+    assert str(error.value).splitlines()[1:] == ["  protocol.sets.math.problems: 500 then, 8 now"]
+
+
+def test_a_run_that_is_not_there_is_compared_with_its_neighbours(tmp_path):
+    (tmp_path / "my-run").mkdir()
+    (tmp_path / "my-run" / "log.txt").touch()
+    with pytest.raises(CheckpointError, match=f"no such folder; did you mean {tmp_path}/my-run\\?"):
+        runs.step_folder(tmp_path / "myrun", best=False)
+    with pytest.raises(CheckpointError, match="no complete checkpoint; expected a run's folder .*, found log.txt$"):
+        runs.step_folder(tmp_path / "my-run", best=False)
+
+
+def test_a_model_that_numbers_tokens_otherwise_is_refused(tmp_path):
+    mine, other, step = tmp_path / "mine", tmp_path / "other", tmp_path / "run" / "checkpoints" / "1"
+    for folder in (mine, other):
+        small_tokenizer.write(folder)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 9999, "content": "<new>"})
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    step.mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"config": {"model.path": str(mine)}}))
+    runs.require_vocabulary(step, mine)
+    with pytest.raises(CheckpointError, match=f"--model={other}: its tokenizer has another vocabulary than {mine}"):
+        runs.require_vocabulary(step, other)
+
+
+def test_what_prepare_prints_can_be_given_to_a_training(tmp_path, capsys):
+    row = {"question": "1 + 1?", "answer": "It is 2.\n#### 2"}
+    for split, numbers in (("train", range(3)), ("test", range(3, 5))):
+        lines = [json.dumps(row | {"question": f"{n} + 1?"}) for n in numbers]
+        (tmp_path / f"gsm8k_{split}.jsonl").write_text("\n".join(lines))
+    with pytest.raises(SystemExit, match="is a file, expected a folder"):
+        prepare.main(["gsm8k", f"--source={tmp_path}", f"--out={tmp_path}/gsm8k_train.jsonl"])
+    prepare.main(["gsm8k", f"--source={tmp_path}", f"--out={tmp_path}/out", "--hold-out=1"])
+    (printed,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("to use: ")]
+    line = ["train", f"--config={ROOT / 'configs' / 'gsm8k_0p5b.py'}", *shlex.split(printed.removeprefix("to use: "))]
+    data = config_lib.from_command_line(line)[0].data
+    assert [data.train, data.validation, data.selection] == [
+        (f"verl:{tmp_path}/out/{split}.parquet",) for split in ("train", "test", "selection")
+    ]
+
+
+@pytest.mark.parametrize("text", ["-1", "x", "1.5", ""])
+def test_a_number_of_trees(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a whole number, 0 or more, found"):
+        forest.natural(text)

@@ -11,6 +11,7 @@ Hardware: 2 CPU cores. Time and results: docs/log.md has those arms that were ru
 """
 
 import dataclasses
+import textwrap
 
 import ml_collections
 
@@ -139,7 +140,7 @@ QUESTIONS = {
     "R13": Question(
         "Does it hold over seeds?",
         ("forest", "plain"),
-        "--config.seed=0 to 4 with names of their own; launch/demo.sh --seeds 5; python -m deepgrpo.evaluate --compare",
+        "--config.seed=0 to 4 with names of their own; launch/demo.sh --seeds 5; python -m deepgrpo.evaluate compare A0,A1 B0,B1",
     ),
     "R14": Question(
         "Is the score clean?",
@@ -161,11 +162,15 @@ def get_config(arm: str = "forest") -> ml_collections.ConfigDict:
 
 
 def main() -> None:
+    def show(text: str, head: str, width: int = 110) -> None:
+        print(textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False))
+
     for name, question in QUESTIONS.items():
-        print(f"\n{name}  {question.text}\n    see {question.look}")
+        print(f"\n{name}  {question.text}")
+        show(question.look, "    see ")
         for arm in question.arms:
             edits = ", ".join(f"{key}={value}" for key, value in ARMS[arm].items())
-            print(f"    {arm:16} {edits or 'the method as it is'}")
+            show(edits or "the method as it is", f"    {arm:16} ")
     print("\neach: python -m deepgrpo.train --config=configs/ablations.py:ARM")
 
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import shutil
 import statistics
 import tempfile
 import time
@@ -58,6 +59,7 @@ def make_learner(model: ModelConfig, config, folder: pathlib.Path) -> Learner:
         params,
         dtype=jnp.dtype(config.model.dtype),
         remat="none",
+        attention=config.model.attention,
         num_real_ids=model.vocab_size,
         temperature=1.0,
         objective=config.objective,
@@ -128,6 +130,8 @@ def main() -> None:
     parser.add_argument("--publications", type=int, default=6, help="of each case; the first is not counted")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     arguments = parser.parse_args()
+    if not shutil.which(arguments.vllm_python):
+        parser.error(f"--vllm-python={arguments.vllm_python}: no such program; launch/vllm_env.sh makes vLLM's environment")
     table = rich.table.Table(title=f"Publishing {arguments.dtype} weights to vLLM, milliseconds")
     for column in ("model", "route", "MB", *PARTS, "copy", "total / copy"):
         table.add_column(column, justify="left" if column in ("model", "route") else "right")

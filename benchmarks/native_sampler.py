@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -147,6 +148,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each program")
     parser.add_argument("--measure", choices=("native", "tunix"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.tunix_python and not shutil.which(arguments.tunix_python):
+        parser.error(f"--tunix-python={arguments.tunix_python}: no such program, expected a Python that has google-tunix")
     if arguments.measure:
         return measure(arguments.measure)
 

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -198,6 +199,8 @@ def main() -> None:
     parser.add_argument("--offline", default="", help=argparse.SUPPRESS)
     parser.add_argument("--vocabulary", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if not shutil.which(arguments.vllm_python):
+        parser.error(f"--vllm-python={arguments.vllm_python}: no such program; launch/vllm_env.sh makes vLLM's environment")
     if arguments.offline:
         return offline(arguments.offline, arguments.vocabulary)
 

@@ -1,6 +1,6 @@
 """Every variant of the method on the demo's task, at equal student tokens: one table.
 
-    PYTHONPATH=. python benchmarks/variants.py [--seeds 3] [--tokens 500000] [--arms plain forest ...] [--runs runs/variants]
+    python -m benchmarks.variants [--seeds 3] [--tokens 500000] [--arms plain forest ...] [--runs runs/variants]
 
 Arms are those of configs/ablations.py. The real program trains each in a process of its own, one after the other; a run that is
 complete is not run again. Accuracy: greedy, on held-out chains, after the last step, mean over seeds with the 95 % bootstrap
@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from configs import ablations
 from deepgrpo.telemetry import metrics as metrics_lib
 from deepgrpo.telemetry.plot import TOKENS, read_curve, with_interval
 
@@ -82,11 +83,15 @@ def table(results: dict[str, list[dict[str, float]]], tokens: int) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", default=ARMS, help="names of configs/ablations.py")
+    parser.add_argument(
+        "--arms", nargs="+", default=ARMS, choices=ablations.ARMS, metavar="ARM", help="as in configs/ablations.py"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="runs an arm, with seeds 0, 1, ...")
     parser.add_argument("--tokens", type=int, default=500_000, help="student tokens a run")
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/variants"), help="folder of the run folders")
     args = parser.parse_args()
+    if args.seeds < 1:
+        parser.error(f"--seeds={args.seeds}: expected 1 or more")
     folder = args.runs / str(args.tokens)
     subprocess.run([sys.executable, "-m", "deepgrpo.warm_start", f"--config={CONFIG}"], check=True)
     results: dict[str, list[dict[str, float]]] = {}

@@ -6,8 +6,11 @@ import shlex
 
 import pytest
 
+from benchmarks import exchange
+from configs import common
 from deepgrpo import config as config_lib
 from deepgrpo import forest, prepare, serve, warm_start
+from deepgrpo.teacher import oracle
 from deepgrpo.telemetry import answers
 from deepgrpo.weights import runs
 from deepgrpo.weights.checkpoint import CheckpointError
@@ -90,6 +93,17 @@ def test_what_prepare_prints_can_be_given_to_a_training(tmp_path, capsys):
     assert [data.train, data.validation, data.selection] == [
         (f"verl:{tmp_path}/out/{split}.parquet",) for split in ("train", "test", "selection")
     ]
+
+
+def test_a_teacher_of_solutions_wants_its_file(capsys):
+    with pytest.raises(SystemExit):
+        oracle.main(["--rule=solutions", "--port=0"])
+    assert "--solutions=: no such file" in capsys.readouterr().err
+
+
+def test_the_learner_of_the_benchmarks_is_made(tmp_path):
+    config = common.get_config()
+    assert exchange.make_learner(exchange.MODELS["tiny"], config, tmp_path).policy
 
 
 @pytest.mark.parametrize("text", ["-1", "x", "1.5", ""])

@@ -9,6 +9,7 @@ Faults of real endpoints can be scripted, and a share of the corrections can be 
 import argparse
 import http.server
 import json
+import pathlib
 import sys
 import threading
 import time
@@ -211,12 +212,17 @@ FAULTS: dict[str, Callable[[_Handler, str, str], None]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Serves a rule-based teacher on the loopback interface, OpenAI-compatible.")
+    parser = argparse.ArgumentParser(
+        prog="python -m deepgrpo.teacher.oracle",
+        description="Serves a rule-based teacher on the loopback interface, OpenAI-compatible.",
+    )
     parser.add_argument("--rule", choices=sorted(RULES), required=True)
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--solutions", default="", help="JSONL of question and answer, for --rule solutions")
     parser.add_argument("--error-rate", type=float, default=0.0, help="share of corrections with a wrong digit")
     options = parser.parse_args(arguments)
+    if options.rule == "solutions" and not pathlib.Path(options.solutions).is_file():
+        parser.error(f"--solutions={options.solutions}: no such file; --rule solutions needs a JSONL of question and answer")
     served = Oracle(options.rule, port=options.port, solutions=options.solutions, error_rate=options.error_rate)
     with served as oracle:
         print(f"serving {options.rule} at {oracle.base_url} (model {MODEL}); Ctrl-C ends it", flush=True)

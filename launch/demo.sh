@@ -7,6 +7,7 @@
 #
 # Stopped halfway, it goes on where it was when started again. For a fresh one: rm -r runs/demo-*
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 seeds=1

@@ -18,6 +18,7 @@ if [ "${BASH_SOURCE[0]}" != "$0" ]; then # sourced: work in a process of its own
 fi
 
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${DEEPGRPO_VENV:-.venv}
 kind=${1:-train}

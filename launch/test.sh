@@ -6,6 +6,7 @@
 #   DEEPGRPO_SYSTEM   0: leave out the system tests, which need vLLM's environment (launch/vllm_env.sh) and minutes
 #   and those of launch/env.sh
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 launch/env.sh test
 if [ "${DEEPGRPO_SYSTEM:-1}" != 0 ]; then

@@ -27,6 +27,7 @@
 # SIGTERM or Ctrl-C has the training save and stop; started again, it resumes. The teacher ends with this script, the policy's
 # servers with the training, whatever ends those.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 fail() {

@@ -11,6 +11,11 @@
 #   DEEPGRPO_PYTHON      interpreter to use (default: the first suitable one found, the tested 3.11 before others)
 #   DEEPGRPO_TORCH_INDEX where CPU builds of torch are, if pip's own index has none (default: PyTorch's)
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
+if [ $# != 0 ]; then
+    echo "launch/vllm_env.sh: unknown argument $1: expected none; --help lists the variables" >&2
+    exit 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${DEEPGRPO_VLLM_VENV:-.venv-vllm}
 version=0.32.0

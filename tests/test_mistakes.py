@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import subprocess
 
 import pytest
 
@@ -104,6 +105,14 @@ def test_a_teacher_of_solutions_wants_its_file(capsys):
 def test_the_learner_of_the_benchmarks_is_made(tmp_path):
     config = common.get_config()
     assert exchange.make_learner(exchange.MODELS["tiny"], config, tmp_path).policy
+
+
+@pytest.mark.parametrize("name", ["demo", "env", "test", "train_gpu", "vllm_env"])
+def test_help_of_a_script_does_nothing_but_print(name, tmp_path):
+    script = ROOT / "launch" / f"{name}.sh"
+    done = subprocess.run([script, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and f"launch/{name}.sh" in done.stdout and not done.stderr
+    assert done.stdout.splitlines()[0] == script.read_text().splitlines()[1].removeprefix("# ")
 
 
 @pytest.mark.parametrize("text", ["-1", "x", "1.5", ""])

@@ -85,13 +85,14 @@ def differences(before: dict[str, Any], now: dict[str, Any], config: config_dict
     changed = [key for key in (new | old) if key not in old or key not in new or old[key] != new[key]]
     lines = {key: f"{key}: {old.get(key, '(absent)')!r} -> {new.get(key, '(absent)')!r}" for key in changed}
     # A key that only one of them has came or went with a version of the program: said, not refused.
-    refused = [lines[key] for key in changed if key in old and key in new and not harmless(key, config)]
+    refused = [key for key in changed if key in old and key in new and not harmless(key, config)]
     if refused:
+        head = f"{run_folder(config)} was started with other values; resuming it would make a different run:"
+        accept = ",".join([*config.checkpoint.accept_changes, *refused])
         raise ConfigError(
-            "\n  ".join(
-                [f"{run_folder(config)} was started with other values; resuming it would make a different run:", *refused]
-            )
-            + "\nrestore them, choose another --config.name, or list the keys in --config.checkpoint.accept_changes"
+            "\n  ".join([head, *(lines[key] for key in refused)])
+            + "\nrestore them, choose another --config.name, or go on with the new values by "
+            + f"--config.checkpoint.accept_changes={accept}"
         )
     was = before["restarts"][-1]["versions"] if before["restarts"] else before["versions"]
     upgraded = [f"{name}: {was.get(name)} -> {version}" for name, version in now["versions"].items() if was.get(name) != version]

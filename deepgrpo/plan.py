@@ -12,6 +12,7 @@ import sys
 
 from deepgrpo import config as config_lib
 
+FLAGS = ("--device=KIND", "--devices=N", "--preset=NAME", "--mfu=SHARE", "--compile", "--json")  # named when one is mistyped
 DEVICES = {  # name: JAX's device_kind (which flops.PEAKS knows), memory in GB, its bandwidth in GB/s; as the vendors state them
     "b200": ("NVIDIA B200", 180, 8000),
     "h200": ("NVIDIA H200", 141, 4800),
@@ -50,7 +51,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, config_lib.CommandLine, 
     add("--compile", action="store_true", help="compile the largest optimizer step and show XLA's account of its memory")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     arguments, rest = parser.parse_known_args(argv[1:])
-    config, line = config_lib.from_command_line([argv[0], *rest])
+    config, line = config_lib.from_command_line([argv[0], *rest], FLAGS)
     if arguments.device is None:
         arguments.device = "h100" if config.requires_accelerator else "cpu"
     return arguments, line, config
@@ -477,7 +478,7 @@ def main(arguments: argparse.Namespace, config: Any) -> None:
     if arguments.json:
         print(json.dumps(found))
     else:
-        show(found, rich.console.Console())
+        show(found, rich.console.Console(width=None if sys.stdout.isatty() else 110, soft_wrap=True))
 
 
 if __name__ == "__main__":

@@ -114,7 +114,10 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     def load(specs, limit):
         loaded = []
         for spec in specs:
-            problems, report = dataset_lib.load_problems(spec, tokenizer, data.template, data.max_prompt_length, limit)
+            try:
+                problems, report = dataset_lib.load_problems(spec, tokenizer, data.template, data.max_prompt_length, limit)
+            except (OSError, ValueError) as error:
+                raise config_lib.ConfigError(f"error: data: {error}") from error
             log.info("data: %s", report)
             loaded += problems
         return loaded

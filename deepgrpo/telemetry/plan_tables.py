@@ -61,7 +61,7 @@ def show(found: dict[str, Any], console: rich.console.Console) -> None:
             ("ratio", ratio),
         ]
         table(console, f"Compiled: {c['program']}, T = {c['of_shape']['T']}", rows)
-    console.print("Assumed:", *(f"\n - {note}" for note in found["assumptions"]), markup=False)
+    console.print("Assumed:" + "".join(f"\n - {note}" for note in found["assumptions"]), markup=False)
 
 
 def teacher_lines(teacher: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -71,7 +71,8 @@ def teacher_lines(teacher: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 name.replace("_", " "),
                 (
                     f"{spent['corrections']:,.0f} corrections, {spent['prompt_tokens']:,.0f} prompt and"
-                    f" {spent['completion_tokens']:,.0f} completion tokens, money {spent['money']:,.2f}"
+                    f" {spent['completion_tokens']:,.0f} completion tokens"
+                    + (f", money {spent['money']:,.2f}" if spent["money"] else "")
                 ),
             )
     if teacher["rule_based"]:

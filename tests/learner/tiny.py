@@ -61,9 +61,12 @@ def teacher_rows(n: int, coef: float) -> list[Row]:
     return make_rows(n, seed=9, source=TEACHER, teacher_coef=coef, advantage=0.0, rollout_logps=None, dataset_index=-1)
 
 
+MODEL = model_config()
+
+
 def make_learner(
-    mesh=(1, 1, 1), config: ModelConfig = model_config(), total_steps=10, strict=False, params=None, channel=None, **keys
-) -> Learner:  # noqa: B008
+    mesh=(1, 1, 1), config: ModelConfig = MODEL, total_steps=10, strict=False, params=None, channel=None, **keys
+) -> Learner:
     """A float32 learner on the first devices; `keys` are config keys such as optim__lr=0.1."""
     settings = common.get_config()
     defaults = dict(learner__buckets=(24, 48), learner__micro_batch_tokens=96, learner__logprob_block=16)

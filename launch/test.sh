@@ -23,8 +23,8 @@ fi
 if [ $# -gt 0 ]; then
     exec "$python" -m pytest "${marks[@]}" "$@"
 fi
-# The quick tests on all cores, at most eight; those that start servers or compile large models one after the other.
-"$python" -m pytest -n auto --maxprocesses=8 --dist loadfile -m "not system"
+# The quick tests on all cores, at most four (each takes up to 6 GB); those that start servers or compile large models one after the other.
+"$python" -m pytest -n auto --maxprocesses=4 --dist loadfile -m "not system"
 if [ "${DEEPGRPO_SYSTEM:-1}" != 0 ]; then
     "$python" -m pytest -m system
 fi

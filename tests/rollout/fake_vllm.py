@@ -66,9 +66,10 @@ class FakeVllm:
 
     def die(self):
         """As SIGKILL: open connections break, new ones are refused."""
+        server = self._http  # before anyone can notice and begin the next life
         self._ended.set()
-        threading.Thread(target=self._http.shutdown, daemon=True).start()
-        self._http.server_close()
+        threading.Thread(target=server.shutdown, daemon=True).start()
+        server.server_close()
 
     #### VllmServer
 

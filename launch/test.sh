@@ -20,11 +20,13 @@ marks=()
 if [ "${DEEPGRPO_SYSTEM:-1}" = 0 ]; then
     marks=(-m "not system")
 fi
-if [ $# -gt 0 ]; then
-    exec "$python" -m pytest "${marks[@]}" "$@"
-fi
-# The quick tests on all cores, at most four (each takes up to 6 GB); those that start servers or compile large models one after the other.
-"$python" -m pytest -n auto --maxprocesses=4 --dist loadfile -m "not system"
+for argument in "$@"; do
+    if [[ $argument != -* ]]; then # tests are named
+        exec "$python" -m pytest "${marks[@]}" "$@"
+    fi
+done
+# The quick tests on all cores, at most four (each takes up to 6 GB); those that start servers or compile large models one by one.
+"$python" -m pytest -n auto --maxprocesses=4 --dist loadfile -m "not system" "$@"
 if [ "${DEEPGRPO_SYSTEM:-1}" != 0 ]; then
-    "$python" -m pytest -m system
+    "$python" -m pytest -m system "$@"
 fi

@@ -19,6 +19,7 @@ from typing import Any
 
 from deepgrpo import config as config_lib
 from deepgrpo.config.constraints import CHOICES
+from deepgrpo.preflight import check_inputs
 
 GRADERS = CHOICES["rewards.grader"]
 OWN = ("--checkpoint=RUN", "--best", "--model=FOLDER", "--out=FOLDER", "--regrade=FOLDER", "compare")  # besides --config
@@ -67,7 +68,7 @@ def configure(args: argparse.Namespace, rest: list[str]):
         raise config_lib.ConfigError("data.validation names no set to evaluate on: add --config.data.validation=NAME:PATH")
     needed = config.copy_and_resolve_references()
     needed.data.train, needed.data.selection, needed.teacher.enabled = (), (), False
-    config_lib.check_inputs(needed)
+    check_inputs(needed)
     return config, step
 
 

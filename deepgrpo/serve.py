@@ -23,7 +23,7 @@ import sys
 import threading
 
 from deepgrpo import config as config_lib
-from deepgrpo.config.inputs import model_problems, vllm_python_problems
+from deepgrpo.preflight import model_problems, vllm_python_problems
 
 if __name__ == "__main__":
     CONFIG, _ = config_lib.from_command_line(sys.argv)  # a mistyped key ends here, before JAX is imported
@@ -48,7 +48,7 @@ def main(config) -> int:
             f'  -> export {keys.token_env}=$(python -c "import secrets; print(secrets.token_urlsafe())")   here and there'
         )
     if problems := vllm_python_problems(config) + model_problems(config):
-        raise config_lib.ConfigError("\n".join(f"{what}\n  -> {remedy}" for what, remedy in problems))
+        raise config_lib.ConfigError("\n".join(f"{what}\n  -> {remedy}" for what, remedy, _ in problems))
     jax.config.update("jax_platforms", "cpu")  # the accelerators are vLLM's
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -47,6 +47,7 @@ from deepgrpo.loops import dynamic, reasoning, treerl  # noqa: E402
 from deepgrpo.loops.base import Setting, with_branches, with_sampling  # noqa: E402
 from deepgrpo.model.config import ModelConfig  # noqa: E402
 from deepgrpo.model.transformer import abstract_params  # noqa: E402
+from deepgrpo.preflight import check_inputs  # noqa: E402
 from deepgrpo.rewards.grade import rubric_of  # noqa: E402
 from deepgrpo.rewards.setup import open_grading  # noqa: E402
 from deepgrpo.rewards.weighted import part_means  # noqa: E402
@@ -95,7 +96,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     checkpoints = Checkpoints(run / "checkpoints", keep.keep, keep.save_best, keep.best_metric, best_label=label)
     resumed = checkpoints.latest_step()
     distributed.require_agreement(resumed, f"newest checkpoint in {run}")
-    warnings = config_lib.check_inputs(config, resuming=resumed is not None)
+    warnings = check_inputs(config, resuming=resumed is not None)
     devices = [device.device_kind for device in jax.devices()]
     notes = config_lib.write_resolved(config, line, resumed is not None, devices) if first else []
     if first:

@@ -13,7 +13,7 @@ FILES = sorted((ROOT / "deepgrpo").rglob("*.py"))
 FLOORS = {  # room or file: floor; what is not named here is an entry point, on the top floor
     **dict.fromkeys(("types", "model", "endpoint", "config"), 1),
     **dict.fromkeys(("curriculum", "rollout", "rewards", "learner", "data", "telemetry"), 2),
-    **dict.fromkeys(("loops", "teacher", "weights"), 3),
+    **dict.fromkeys(("loops", "teacher", "weights", "preflight"), 3),
 }
 TOP = 4
 PLUGIN = "deepgrpo.rollout.vllm_plugin"

@@ -3,15 +3,15 @@
 Nothing in here imports JAX or loads a model: a mistyped key, a missing file or an unreachable teacher is reported within seconds.
 """
 
-from deepgrpo.config.command_line import CommandLine, ConfigError, flatten, from_command_line, validate
+from deepgrpo.config.command_line import CommandLine, flatten, from_command_line, validate
 from deepgrpo.config.constraints import process_problems
-from deepgrpo.config.inputs import check_inputs
+from deepgrpo.config.errors import ConfigError, Finding
 from deepgrpo.config.resolved import run_folder, write_resolved
 
 __all__ = [
     "CommandLine",
     "ConfigError",
-    "check_inputs",
+    "Finding",
     "flatten",
     "from_command_line",
     "process_problems",

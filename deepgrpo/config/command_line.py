@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from ml_collections import config_dict
 
 from deepgrpo.config import constraints, knobs
+from deepgrpo.config.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCHEMA = ROOT / "configs" / "common.py"
@@ -28,13 +29,6 @@ SCHEMA = ROOT / "configs" / "common.py"
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 KINDS = {bool: "a truth value (true or false)", int: "a whole number", float: "a number", str: "text", tuple: "a tuple"}
-
-
-class ConfigError(SystemExit):
-    """A problem that the user mends on the command line or in a file.
-
-    Like argparse's errors it ends the program with its message and no traceback (exit status 1) unless someone catches it.
-    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from deepgrpo.config.command_line import ROOT, CommandLine, ConfigError, flatten
+from deepgrpo.config.command_line import ROOT, CommandLine, flatten
+from deepgrpo.config.errors import ConfigError
 
 PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "safetensors", "transformers", "tokenizers"),

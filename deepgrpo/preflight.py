@@ -16,8 +16,8 @@ import urllib.request
 from ml_collections import config_dict
 
 from deepgrpo.config import forest_folder
-from deepgrpo.config.command_line import ConfigError
 from deepgrpo.config.constraints import GENERATED, ORACLE
+from deepgrpo.config.errors import ConfigError, Finding
 
 ENDPOINT_DEADLINE = 5.0  # seconds for GET /models: a healthy server answers at once
 DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave behind; asking JAX would start its backends
@@ -30,52 +30,44 @@ DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave 
 
 
 def check_inputs(config: config_dict.ConfigDict, resuming: bool = False) -> list[str]:
-    """Checks files, endpoint, key and device; returns warnings.
+    """Runs every check that needs no weights; returns the warnings.
 
     resuming: the run has a checkpoint. A teacher that is down then only gives a warning: training goes on without it.
 
     Raises:
-      ConfigError: something is missing; the message holds everything that is, each with the way to get it.
+      ConfigError: the run cannot start; the message lists everything that stands in the way, each with its remedy.
     """
-    teacher = teacher_problems(config)
-    missing = (
-        accelerator_problems(config)
-        + engine_problems(config)
-        + model_problems(config)
-        + data_problems(config)
-        + ([] if resuming else teacher + forest_problems(config))
-    )
-    if missing:
-        count = "1 thing is" if len(missing) == 1 else f"{len(missing)} things are"
-        listed = [f"\n{i}. {what}\n   -> {remedy}" for i, (what, remedy) in enumerate(missing, 1)]
-        raise ConfigError(f"run {config.name} cannot start: {count} missing" + "".join(listed))
-    return [f"{what} -> {remedy}" for what, remedy in teacher] if resuming else []
+    findings = [finding for check in CHECKS for finding in check(config)]
+    if resuming:
+        findings += [finding._replace(fatal=False) for finding in teacher_problems(config)]
+    else:
+        findings += teacher_problems(config) + forest_problems(config)
+    if fatal := [finding for finding in findings if finding.fatal]:
+        count = "1 problem" if len(fatal) == 1 else f"{len(fatal)} problems"
+        listed = [f"\n{i}. {what}\n   -> {remedy}" for i, (what, remedy, _) in enumerate(fatal, 1)]
+        raise ConfigError(f"run {config.name} cannot start: {count}" + "".join(listed))
+    return [f"{what} -> {remedy}" for what, remedy, _ in findings]
 
 
-Problem = tuple[str, str]  # what is missing, how to get it
-
-
-def accelerator_problems(config: config_dict.ConfigDict) -> list[Problem]:
+def accelerator_problems(config: config_dict.ConfigDict) -> list[Finding]:
     if not config.requires_accelerator:
         return []
     anyway = "to run on this machine's CPU all the same (very slowly), add --config.requires_accelerator=false"
     if os.environ.get("JAX_PLATFORMS", "").lower() == "cpu":
-        return [("accelerator: JAX_PLATFORMS=cpu is set, this experiment needs a GPU or TPU", f"unset JAX_PLATFORMS; {anyway}")]
+        what = "accelerator: JAX_PLATFORMS=cpu is set, this experiment needs a GPU or TPU"
+        return [Finding(what, f"unset JAX_PLATFORMS; {anyway}")]
     if not any(glob.glob(pattern) for pattern in DEVICE_NODES):
         smaller = "on a CPU, try configs/carry_chain.py or configs/smollm2.py"
-        return [("accelerator: this experiment needs a GPU or TPU, and this machine shows none", f"{smaller}; {anyway}")]
+        what = "accelerator: this experiment needs a GPU or TPU, and this machine shows none"
+        return [Finding(what, f"{smaller}; {anyway}")]
     plugins = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if importlib.util.find_spec(name)]
     if glob.glob("/dev/nvidia[0-9]*") and not plugins:
-        return [
-            (
-                "accelerator: there is an NVIDIA GPU, but JAX's plugin for it is not installed",
-                "run DEEPGRPO_JAX=cuda13 launch/env.sh (cuda12 for drivers below 580)",
-            )
-        ]
+        what = "accelerator: there is an NVIDIA GPU, but JAX's plugin for it is not installed"
+        return [Finding(what, "run DEEPGRPO_JAX=cuda13 launch/env.sh (cuda12 for drivers below 580)")]
     return []
 
 
-def engine_problems(config: config_dict.ConfigDict) -> list[Problem]:
+def engine_problems(config: config_dict.ConfigDict) -> list[Finding]:
     vllm = config.vllm
     if config.rollout.engine != "vllm":
         return []
@@ -83,18 +75,19 @@ def engine_problems(config: config_dict.ConfigDict) -> list[Problem]:
         if os.environ.get(vllm.token_env):
             return []
         remedy = f"export {vllm.token_env}=TOKEN, the one that the servers of vllm.attach were started with"
-        return [(f"vLLM: environment variable {vllm.token_env} is not set", remedy)]
-    return [(what, f"{remedy}; without vLLM: --config.rollout.engine=native") for what, remedy in vllm_python_problems(config)]
+        return [Finding(f"vLLM: environment variable {vllm.token_env} is not set", remedy)]
+    native = "; without vLLM: --config.rollout.engine=native"
+    return [finding._replace(remedy=finding.remedy + native) for finding in vllm_python_problems(config)]
 
 
-def vllm_python_problems(config: config_dict.ConfigDict) -> list[Problem]:
+def vllm_python_problems(config: config_dict.ConfigDict) -> list[Finding]:
     if os.access(config.vllm.python, os.X_OK):
         return []
     remedy = "run launch/vllm_env.sh, or point --config.vllm.python at the Python of an environment with vLLM"
-    return [(f"vLLM: {config.vllm.python} is no program", remedy)]
+    return [Finding(f"vLLM: {config.vllm.python} is no program", remedy)]
 
 
-def model_problems(config: config_dict.ConfigDict) -> list[Problem]:
+def model_problems(config: config_dict.ConfigDict) -> list[Finding]:
     """The files that a Hugging Face model folder must have; shards are counted against their index."""
     folder = pathlib.Path(config.model.path)
     origin = config.model.origin
@@ -105,7 +98,7 @@ def model_problems(config: config_dict.ConfigDict) -> list[Problem]:
     else:
         get = f"put a Hugging Face model there: hf download OWNER/NAME --local-dir {folder}, or set --config.model.path"
     if not folder.is_dir():
-        return [(f"model: folder {folder} does not exist", get)]
+        return [Finding(f"model: folder {folder} does not exist", get)]
     absent = [] if (folder / "config.json").is_file() else ["config.json"]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -116,10 +109,10 @@ def model_problems(config: config_dict.ConfigDict) -> list[Problem]:
     has_vocabulary = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
     if not (has_vocabulary or any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))):
         absent.append("tokenizer.json")
-    return [(f"model: {folder} lacks {', '.join(absent)}", get)] if absent else []
+    return [Finding(f"model: {folder} lacks {', '.join(absent)}", get)] if absent else []
 
 
-def data_problems(config: config_dict.ConfigDict) -> list[Problem]:
+def data_problems(config: config_dict.ConfigDict) -> list[Finding]:
     """Data sets are "NAME:PATH"; those that are generated have no file."""
     absent = []
     for key in ("train", "validation", "selection"):
@@ -134,10 +127,10 @@ def data_problems(config: config_dict.ConfigDict) -> list[Problem]:
     if not absent:
         return []
     get = config.data.origin or "put the files there, or point --config.data.train and --config.data.validation at yours"
-    return [(f"data: {', '.join(absent)} not found", get)]
+    return [Finding(f"data: {', '.join(absent)} not found", get)]
 
 
-def forest_problems(config: config_dict.ConfigDict) -> list[Problem]:
+def forest_problems(config: config_dict.ConfigDict) -> list[Finding]:
     """The forest that a new run is to begin with: complete, and of ids that mean the same here."""
     given = config.curriculum.start_from
     if not given:
@@ -147,18 +140,18 @@ def forest_problems(config: config_dict.ConfigDict) -> list[Problem]:
         place = forest_folder.find(given)
         theirs = forest_folder.vocabulary_of_forest(place)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return [(f"forest: curriculum.start_from: {error}", another)]
+        return [Finding(f"forest: curriculum.start_from: {error}", another)]
     if theirs is None:
         name = f"python -m deepgrpo.forest merge {given} --model=THE_MODEL_THAT_MADE_IT --out=NEW, and start from NEW"
-        return [(f"forest: curriculum.start_from: which tokenizer the ids of {given} are of is not recorded there", name)]
+        return [Finding(f"forest: curriculum.start_from: which tokenizer the ids of {given} are of is not recorded there", name)]
     ours = forest_folder.vocabulary_of_model(config.model.path)
     if ours is not None and ours.sha256 != theirs.sha256:
         what = f"the ids of {given} are of the vocabulary of {theirs.model}, and model.path={config.model.path} has another one"
-        return [(f"forest: curriculum.start_from: {what}", another)]
+        return [Finding(f"forest: curriculum.start_from: {what}", another)]
     return []
 
 
-def teacher_problems(config: config_dict.ConfigDict) -> list[Problem]:
+def teacher_problems(config: config_dict.ConfigDict) -> list[Finding]:
     """Asks the endpoint for its models, and compares them with the one that the configuration names."""
     teacher = config.teacher
     if config.curriculum.pool == "none" or not teacher.enabled or teacher.base_url == ORACLE or teacher.replay:
@@ -167,7 +160,7 @@ def teacher_problems(config: config_dict.ConfigDict) -> list[Problem]:
     key = os.environ.get(teacher.api_key_env, "")
     if not key:
         remedy = f"export {teacher.api_key_env}=YOUR_KEY   (EMPTY for a server of your own that wants none)"
-        problems.append((f"teacher: environment variable {teacher.api_key_env} is not set", remedy))
+        problems.append(Finding(f"teacher: environment variable {teacher.api_key_env} is not set", remedy))
     url = teacher.base_url.rstrip("/") + "/models"
     serve = f"start one, for instance: vllm serve {teacher.model} --port 8001 --max-model-len 32768"
     without = "or train without a teacher: --config.teacher.enabled=false"
@@ -179,12 +172,15 @@ def teacher_problems(config: config_dict.ConfigDict) -> list[Problem]:
         if error.code in (401, 403) and not key:
             return problems  # the missing key explains it
         remedy = f"check {teacher.api_key_env}" if error.code in (401, 403) else f"check --config.teacher.base_url, {without}"
-        return [*problems, (f"teacher: GET {url} answered {error.code} {error.reason}", remedy)]
+        return [*problems, Finding(f"teacher: GET {url} answered {error.code} {error.reason}", remedy)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "reason", error)
         what = f"teacher: GET {url} gave no list of models within {ENDPOINT_DEADLINE:g} s ({type(error).__name__}: {reason})"
-        return [*problems, (what, f"{serve}, {without}")]
+        return [*problems, Finding(what, f"{serve}, {without}")]
     if teacher.model not in served:
         remedy = f"set --config.teacher.model to a served one, or serve it with --served-model-name {teacher.model}"
-        problems.append((f"teacher: {url} serves {', '.join(served) or 'nothing'}, not {teacher.model}", remedy))
+        problems.append(Finding(f"teacher: {url} serves {', '.join(served) or 'nothing'}, not {teacher.model}", remedy))
     return problems
+
+
+CHECKS = (accelerator_problems, engine_problems, model_problems, data_problems)  # of any run, in this order

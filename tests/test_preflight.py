@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from deepgrpo import config as config_lib
-from deepgrpo.config import command_line, inputs
+from deepgrpo import preflight
+from deepgrpo.config import command_line
 
 
 @pytest.fixture
@@ -53,9 +54,9 @@ def test_everything_missing_is_one_message(config):
     config.model.origin = "Qwen/Qwen2.5-Math-1.5B"
     config.teacher.base_url = "http://127.0.0.1:9/v1"
     with pytest.raises(config_lib.ConfigError) as error:
-        config_lib.check_inputs(config)
+        preflight.check_inputs(config)
     text = str(error.value)
-    assert "5 things are missing" in text
+    assert "5 problems" in text
     for part in (
         "JAX_PLATFORMS",
         "hf download Qwen/Qwen2.5-Math-1.5B --local-dir",
@@ -70,7 +71,7 @@ def test_nothing_missing(config, tmp_path):
     complete_model(tmp_path / "model")
     (tmp_path / "train.jsonl").touch()
     config.teacher.base_url = "oracle"
-    assert config_lib.check_inputs(config) == []
+    assert preflight.check_inputs(config) == []
 
 
 def test_incomplete_model_folder(config, tmp_path):
@@ -80,7 +81,7 @@ def test_incomplete_model_folder(config, tmp_path):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model-1.safetensors").touch()
-    ((what, _),) = inputs.model_problems(config)
+    ((what, _, _),) = preflight.model_problems(config)
     assert what.endswith("lacks model-2.safetensors, tokenizer.json")
 
 
@@ -99,7 +100,7 @@ def test_endpoint(config, monkeypatch, status, body, part):
     config.teacher.model = "teacher"
     with served(status, body) as url:
         config.teacher.base_url = url
-        problems = inputs.teacher_problems(config)
+        problems = preflight.teacher_problems(config)
     assert (part in problems[0][0] and problems[0][1]) if part else problems == []
 
 
@@ -108,28 +109,28 @@ def test_a_teacher_that_is_down_does_not_stop_a_resumed_run(config, tmp_path, mo
     complete_model(tmp_path / "model")
     (tmp_path / "train.jsonl").touch()
     config.teacher.base_url = "http://127.0.0.1:9/v1"
-    (warning,) = config_lib.check_inputs(config, resuming=True)
+    (warning,) = preflight.check_inputs(config, resuming=True)
     assert "127.0.0.1:9" in warning
 
 
 def test_accelerator_without_its_plugin(config, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS")
     config.requires_accelerator = True
-    monkeypatch.setattr(inputs.glob, "glob", lambda pattern: [])
-    assert "shows none" in inputs.accelerator_problems(config)[0][0]
-    monkeypatch.setattr(inputs.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else [])
-    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: None)
-    assert "plugin" in inputs.accelerator_problems(config)[0][0]
-    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: "found")
-    assert inputs.accelerator_problems(config) == []
+    monkeypatch.setattr(preflight.glob, "glob", lambda pattern: [])
+    assert "shows none" in preflight.accelerator_problems(config)[0][0]
+    monkeypatch.setattr(preflight.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else [])
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    assert "plugin" in preflight.accelerator_problems(config)[0][0]
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: "found")
+    assert preflight.accelerator_problems(config) == []
 
 
 def test_vllm_needs_its_environment_or_a_token(config, tmp_path, monkeypatch):
     config.rollout.engine, config.vllm.python = "vllm", str(tmp_path / "python")
-    ((what, remedy),) = inputs.engine_problems(config)
+    ((what, remedy, _),) = preflight.engine_problems(config)
     assert f"{tmp_path}/python is no program" in what and "launch/vllm_env.sh" in remedy
     config.vllm.attach = ("http://host:8000",)
-    ((what, remedy),) = inputs.engine_problems(config)
+    ((what, remedy, _),) = preflight.engine_problems(config)
     assert "DEEPGRPO_VLLM_TOKEN is not set" in what
     monkeypatch.setenv("DEEPGRPO_VLLM_TOKEN", "secret")
-    assert not inputs.engine_problems(config)
+    assert not preflight.engine_problems(config)

@@ -55,14 +55,10 @@ def configure(args: argparse.Namespace, rest: list[str]):
     step, model = None, args.model
     if args.checkpoint:
         from deepgrpo.weights import runs
-        from deepgrpo.weights.checkpoint import CheckpointError
 
-        try:
-            step = runs.step_folder(args.checkpoint, args.best)
-            model = args.model or runs.starting_model(step)
-            runs.require_vocabulary(step, model)
-        except (CheckpointError, OSError) as error:
-            raise SystemExit(f"error: {error}") from error
+        step = runs.step_folder(args.checkpoint, args.best)
+        model = args.model or runs.starting_model(step)
+        runs.require_vocabulary(step, model)
     config, _ = config_lib.from_command_line(["evaluate", *rest, *([f"--config.model.path={model}"] if model else [])], OWN)
     if not config.data.validation:
         raise config_lib.ConfigError("data.validation names no set to evaluate on: add --config.data.validation=NAME:PATH")
@@ -74,7 +70,8 @@ def configure(args: argparse.Namespace, rest: list[str]):
 
 if __name__ == "__main__" and sys.argv[1:2] != ["compare"]:
     ARGS, REST = arguments(sys.argv[1:])
-    CONFIG, STEP = (None, None) if ARGS.regrade else configure(ARGS, REST)
+    with config_lib.Setup("error"):
+        CONFIG, STEP = (None, None) if ARGS.regrade else configure(ARGS, REST)
 
 import collections  # noqa: E402
 import contextlib  # noqa: E402
@@ -99,10 +96,9 @@ from deepgrpo.telemetry import answers as answers_lib  # noqa: E402
 from deepgrpo.telemetry import compare as compare_lib  # noqa: E402
 from deepgrpo.telemetry import evaluation_tables as tables  # noqa: E402
 from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
-from deepgrpo.telemetry.regrade import Marks, NotOffline, grader_version, regrade, result_of  # noqa: E402
+from deepgrpo.telemetry.regrade import Marks, grader_version, regrade, result_of  # noqa: E402
 from deepgrpo.types import Problem, Prompt  # noqa: E402
 from deepgrpo.weights import best, fixed, runs  # noqa: E402
-from deepgrpo.weights.checkpoint import CheckpointError  # noqa: E402
 from deepgrpo.weights.setup import open_engine  # noqa: E402
 
 log = logging.getLogger("deepgrpo.evaluate")  # by its name: __name__ is __main__ here
@@ -118,12 +114,13 @@ def main(config, step: pathlib.Path | None, out: pathlib.Path | None = None) -> 
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     label = f"{step.parent.parent.name}-{step.name}" if step else pathlib.Path(config.model.path).name
     out = out or pathlib.Path(config.run_dir, "evaluations", f"{config.name}-{label}-seed{config.seed}")
-    with contextlib.ExitStack() as stack:
+    setup = config_lib.Setup(f"evaluation {config.name} cannot start", out / "log.txt")
+    with setup, contextlib.ExitStack() as stack:
         stack.callback(close_log, open_log(out))
-        return evaluate(config, step, out, stack)
+        return evaluate(config, step, out, stack, setup)
 
 
-def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup: config_lib.Setup) -> dict[str, Any]:
     ################################################################################################################
     #  Problems
     ################################################################################################################
@@ -134,13 +131,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack) -> di
     lost: dict[str, int] = {}  # rows that never became a problem
     for spec in data.validation:
         limits = (data.max_prompt_length, data.validation_limit)
-        try:
-            loaded[spec], report = dataset_lib.load_problems(spec, tokenizer, data.template, *limits)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # a file of another form than its reader's, or nothing left of it: the user's to mend
-            raise config_lib.ConfigError(f"error: data.validation: {error}") from error
+        loaded[spec], report = dataset_lib.load_problems(spec, tokenizer, data.template, *limits)
         lost[spec] = report.rows - report.kept
         log.info("data: %s", report)
     files = collections.Counter(source for problems in loaded.values() for source in {p.data_source for p in problems})
@@ -190,6 +181,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack) -> di
         service = open_grading(config, stack, set(files), out / "judge")
         marks = Marks(service, keys.truncated)
         setting = Setting(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * service.deadline)
+        setup.done()
         for spec, start in missing:
             part = loaded[spec][start : start + keys.chunk]
             prompts = [Prompt(p.prompt_ids, p, keys.n, f"{spec}#{p.index}") for p in part]
@@ -277,14 +269,12 @@ def open_policy(config, step, stack: contextlib.ExitStack, tokenizer, sampling: 
 
 
 if __name__ == "__main__":
-    try:
-        if sys.argv[1:2] == ["compare"]:
-            sys.exit(compare_lib.main(sys.argv[2:]))
-        elif ARGS.regrade:
+    if sys.argv[1:2] == ["compare"] or ARGS.regrade:
+        with config_lib.Setup("error"):
+            if sys.argv[1:2] == ["compare"]:
+                sys.exit(compare_lib.main(sys.argv[2:]))
             result, changes = regrade(ARGS.regrade, ARGS.grader)
             tables.show(tables.of_result(result))
             print(changes)
-        else:
-            main(CONFIG, STEP, ARGS.out)
-    except (answers_lib.OtherSettings, NotOffline, CheckpointError, FileNotFoundError) as error:
-        raise SystemExit(f"error: {error}") from error
+    else:
+        main(CONFIG, STEP, ARGS.out)

@@ -11,10 +11,11 @@ import pathlib
 
 import jax
 
+from deepgrpo.config import Setup
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.weights import hf
-from deepgrpo.weights.checkpoint import CheckpointError, read_arrays
+from deepgrpo.weights.checkpoint import read_arrays
 from deepgrpo.weights.runs import require_vocabulary, starting_model, step_folder
 
 
@@ -46,10 +47,8 @@ def main() -> None:
     parser.add_argument("--model", type=pathlib.Path, help="Hugging Face folder the run started from (default: the run's record)")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # the accelerator may be busy training
-    try:
+    with Setup("error"):
         folder = export(args.checkpoint, args.out, args.model, args.dtype, args.best)
-    except (CheckpointError, OSError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from error
     print(f"{folder} -> {args.out}")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from deepgrpo.config import forest_folder
+from deepgrpo.config import Setup, forest_folder
 from deepgrpo.config.forest_folder import Place, Vocabulary
 from deepgrpo.curriculum import forest_tools, forest_view
 from deepgrpo.curriculum.forest_records import Node, Tree
@@ -332,10 +332,8 @@ def natural(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
-    try:
+    with Setup("error"):
         args.function(args)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

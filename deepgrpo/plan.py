@@ -482,4 +482,5 @@ def main(arguments: argparse.Namespace, config: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(ARGUMENTS, CONFIG)
+    with config_lib.Setup("error"):
+        main(ARGUMENTS, CONFIG)

@@ -10,14 +10,16 @@ import json
 import os
 import pathlib
 import re
+import traceback
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 
 from ml_collections import config_dict
 
 from deepgrpo.config import forest_folder
 from deepgrpo.config.constraints import GENERATED, ORACLE
-from deepgrpo.config.errors import ConfigError, Finding
+from deepgrpo.config.errors import ConfigError, Finding, describe
 
 ENDPOINT_DEADLINE = 5.0  # seconds for GET /models: a healthy server answers at once
 DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave behind; asking JAX would start its backends
@@ -37,16 +39,31 @@ def check_inputs(config: config_dict.ConfigDict, resuming: bool = False) -> list
     Raises:
       ConfigError: the run cannot start; the message lists everything that stands in the way, each with its remedy.
     """
-    findings = [finding for check in CHECKS for finding in check(config)]
-    if resuming:
-        findings += [finding._replace(fatal=False) for finding in teacher_problems(config)]
-    else:
-        findings += teacher_problems(config) + forest_problems(config)
+    checks = CHECKS + ((teacher_problems,) if resuming else (teacher_problems, forest_problems))
+    findings = []
+    for check in checks:
+        found = asked(check, config)
+        if resuming and check is teacher_problems:
+            found = [finding._replace(fatal=False) for finding in found]
+        findings += found
     if fatal := [finding for finding in findings if finding.fatal]:
         count = "1 problem" if len(fatal) == 1 else f"{len(fatal)} problems"
         listed = [f"\n{i}. {what}\n   -> {remedy}" for i, (what, remedy, _) in enumerate(fatal, 1)]
         raise ConfigError(f"run {config.name} cannot start: {count}" + "".join(listed))
     return [f"{what} -> {remedy}" for what, remedy, _ in findings]
+
+
+def asked(check: Callable[[config_dict.ConfigDict], list[Finding]], config: config_dict.ConfigDict) -> list[Finding]:
+    """What a check finds. An error that it did not foresee is a finding about its part: what it was given breaks its rules."""
+    try:
+        return check(config)
+    except (Exception, SystemExit) as error:
+        part = check.__name__.removesuffix("_problems").replace("_", " ")
+        place = [frame for frame in traceback.extract_tb(error.__traceback__) if f"{os.sep}deepgrpo{os.sep}" in frame.filename][
+            -1
+        ]
+        what = f"{part}: its check failed at {pathlib.Path(place.filename).name}:{place.lineno}: {describe(error)}"
+        return [Finding(what, f"look at what the configuration says about {part}, and at the files that it names")]
 
 
 def accelerator_problems(config: config_dict.ConfigDict) -> list[Finding]:

@@ -23,6 +23,7 @@ import rich.console
 import rich.markup
 import rich.table
 
+from deepgrpo.config import Setup
 from deepgrpo.data import benchmarks as base
 from deepgrpo.data import benchmarks_agents, benchmarks_search, benchmarks_tables, contamination, readers, repair, sources
 from deepgrpo.data.benchmarks import Benchmark, Context, Converted, Options
@@ -398,10 +399,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args["split"], args["against"] = tuple(args["split"]), tuple(args["against"])
     fields = {field.name for field in dataclasses.fields(Options)}
     options = Options(**{name: value for name, value in args.items() if name in fields})
-    try:
+    with Setup("error"):
         report = prepare(Request(options=options, **{name: value for name, value in args.items() if name not in fields}))
-    except (OSError, ValueError, ImportError) as error:
-        raise SystemExit(f"error: {error}") from error
     show(report, args["out"], rich.console.Console(file=sys.stdout, soft_wrap=True))
 
 

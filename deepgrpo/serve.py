@@ -41,26 +41,25 @@ log = logging.getLogger("deepgrpo.serve")  # by its name: __name__ is __main__ h
 
 def main(config) -> int:
     """Returns the exit status once it was told to stop (0), or a server could not be started (1)."""
-    keys, token = config.vllm, os.environ.get(config.vllm.token_env, "")
-    if not token:
-        raise config_lib.ConfigError(
-            f"environment variable {keys.token_env} is not set: the training proves with it that it may use the servers.\n"
-            f'  -> export {keys.token_env}=$(python -c "import secrets; print(secrets.token_urlsafe())")   here and there'
-        )
-    if problems := vllm_python_problems(config) + model_problems(config):
-        raise config_lib.ConfigError("\n".join(f"{what}\n  -> {remedy}" for what, remedy, _ in problems))
-    jax.config.update("jax_platforms", "cpu")  # the accelerators are vLLM's
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    handler = open_log(pathlib.Path(config.run_dir, config.name, "serve"))
-    try:
-        return serve(config, token, stop)
-    finally:
-        close_log(handler)
+    folder = pathlib.Path(config.run_dir, config.name, "serve")
+    with config_lib.Setup(f"serve {config.name} cannot start", folder / "log.txt") as setup, contextlib.ExitStack() as stack:
+        keys, token = config.vllm, os.environ.get(config.vllm.token_env, "")
+        problems = vllm_python_problems(config) + model_problems(config)
+        if not token:
+            what = f"environment variable {keys.token_env} is not set: the training proves with it that it may use the servers"
+            make = f'export {keys.token_env}=$(python -c "import secrets; print(secrets.token_urlsafe())")   here and there'
+            problems.insert(0, config_lib.Finding(what, make))
+        if problems:
+            raise config_lib.ConfigError("".join(f"\n- {what}\n  -> {remedy}" for what, remedy, _ in problems))
+        jax.config.update("jax_platforms", "cpu")  # the accelerators are vLLM's
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, lambda *_: stop.set())
+        stack.callback(close_log, open_log(folder))
+        return serve(config, token, stop, setup)
 
 
-def serve(config, token: str, stop: threading.Event) -> int:
+def serve(config, token: str, stop: threading.Event, setup: config_lib.Setup) -> int:
     keys, root = config.vllm, weights_root(config)
     model = serving_model(config, root)
     run, dtype = pathlib.Path(config.run_dir, config.name, "serve"), keys.dtype or config.model.dtype
@@ -82,6 +81,7 @@ def serve(config, token: str, stop: threading.Event) -> int:
         if errors := [error for start in starts if (error := start.exception())]:
             log.error("%s", errors[0])
             return 1
+        setup.done()
         servers = [start.result() for start in starts]
         urls = ",".join(server.url.replace("//0.0.0.0:", f"//{socket.gethostname()}:") for server in servers)
         log.info("ready for run %s, with snapshots from %s: --config.vllm.attach=%s", config.name, root, urls)

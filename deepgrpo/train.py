@@ -73,22 +73,24 @@ GRADING_PATIENCE = 20  # deadlines of one answer that a whole batch may still wa
 def main(config, line) -> None:
     """Runs, or resumes, the run that `config` describes. `line` is the command line it came from, for the run's record."""
     stop = stop_on_signal()
-    if config.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    distributed.initialise(config.learner)
-    if problems := config_lib.process_problems(config, jax.process_count()):
-        raise config_lib.ConfigError("\n".join(problems))
-    with contextlib.ExitStack() as stack:
-        train(config, line, stack, stop)
+    setup = config_lib.Setup(f"run {config.name} cannot start", config_lib.run_folder(config) / "log.txt")
+    with setup, contextlib.ExitStack() as stack:
+        if config.compilation_cache:
+            jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        distributed.initialise(config.learner)
+        if problems := config_lib.process_problems(config, jax.process_count()):
+            raise config_lib.ConfigError("\n".join(problems))
+        train(config, line, stack, stop, setup)
 
 
-def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> None:
+def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setup: config_lib.Setup) -> None:
     ################################################################################################################
     #  Run folder
     ################################################################################################################
     first = jax.process_index() == 0  # of a learner of several processes, it alone writes and rolls out
     channel = stack.enter_context(distributed.open_channel(config.learner.coordinator))
+    stack.enter_context(setup)  # inside the channel too, which tells of errors itself
     run = config_lib.run_folder(config)
     rubric_of(config.rewards)  # a reward of the user's that can't be imported ends the run here
     keep = config.checkpoint
@@ -115,10 +117,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
     def load(specs, limit):
         loaded = []
         for spec in specs:
-            try:
-                problems, report = dataset_lib.load_problems(spec, tokenizer, data.template, data.max_prompt_length, limit)
-            except (OSError, ValueError) as error:
-                raise config_lib.ConfigError(f"error: data: {error}") from error
+            problems, report = dataset_lib.load_problems(spec, tokenizer, data.template, data.max_prompt_length, limit)
             log.info("data: %s", report)
             loaded += problems
         return loaded
@@ -169,6 +168,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         del arrays
     if not first:
         store = storing(config, learner, model_config, len(tokenizer))
+        setup.done()
         learner.follow({"save": lambda step: checkpoints.save(step, learner.state, {}), "store": store})
         return
     suffixes = suffix_sft.create(config, curriculum, learner.update_teacher, stop_ids)
@@ -276,6 +276,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event) -> N
         budget = config.train.student_tokens
         return step >= total_steps or (budget > 0 and student_tokens >= budget)
 
+    setup.done()
     progress = Progress(total_steps, config.train.student_tokens, step, student_tokens, config.telemetry.progress)
     stack.callback(progress.close)
     if step == 0:

@@ -253,4 +253,5 @@ def report(ability: Mapping[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    main(CONFIG, LINE)
+    with config_lib.Setup("error"):
+        main(CONFIG, LINE)

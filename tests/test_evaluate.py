@@ -88,7 +88,7 @@ def test_a_killed_one_goes_on_to_the_same_numbers(evaluated, model, tmp_path):
     assert run([f"--model={model}"], tmp_path / "b") == result
     assert "1 of 4 chunks are there" in (tmp_path / "b" / "log.txt").read_text()
     assert (tmp_path / "b" / answers.ANSWERS).read_text() == "".join(log)
-    with pytest.raises(answers.OtherSettings, match="seed: 0 then, 1 now"):
+    with pytest.raises(config_lib.ConfigError, match="seed: 0 then, 1 now"):
         run([f"--model={model}"], tmp_path / "b", seed=1)
 
 

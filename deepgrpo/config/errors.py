@@ -1,6 +1,33 @@
-"""The one error that a user mends, and what a check found."""
+"""The one error that a user mends, what a check found, and the one handler that turns errors of set-up into it."""
 
+import datetime
+import errno
+import os
+import pathlib
+import traceback
 from typing import NamedTuple
+
+REMEDIES = {  # of the operating system's refusals, each named for what it is
+    errno.EMFILE: "raise the limit of open files before the start: ulimit -n 4096",
+    errno.ENFILE: "the machine's table of open files is full: end other programs, or raise fs.file-max",
+    errno.ENOSPC: "make room on that disk, or set --config.run_dir to a larger one",
+    errno.EDQUOT: "make room in your quota, or set --config.run_dir to another disk",
+    errno.EACCES: "have its owner give you the right (ls -ld shows who that is), or choose another folder",
+    errno.EPERM: "have its owner give you the right (ls -ld shows who that is), or choose another folder",
+    errno.EROFS: "it is mounted read-only: choose a folder on a disk that can be written",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "its symbolic links lead in a circle: remove or mend them",
+    errno.ENOTDIR: "a part of this path is a file: move it away, or choose another folder",
+    errno.EISDIR: "a folder stands where a file is expected: move it away",
+    errno.EEXIST: "something of this name is in the way: move it away, or choose another name",
+    errno.ENOENT: "put it there, or name another one",
+    errno.EIO: "the disk or its network failed: look at the system's log, and start again once it works",
+    errno.ESTALE: "the network folder was lost: mount it again",
+    errno.ENOMEM: "end other programs, or use a machine with more memory",
+    errno.EAGAIN: "raise the limit of processes: ulimit -u 4096",
+    errno.EADDRINUSE: "another program has that port: end it, or choose another port",
+}
+QUOTED = (errno.EMFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EACCES, errno.EIO)  # by libraries
 
 
 class ConfigError(SystemExit):
@@ -19,3 +46,76 @@ class Finding(NamedTuple):
     what: str
     remedy: str
     fatal: bool = True
+
+
+class Setup:
+    """The set-up of a program, as a `with` block: what goes wrong in it is the user's to mend, and is told without a traceback.
+
+    Args:
+      head: how the message begins, such as "run NAME cannot start".
+      log: a file that gets the traceback, if its folder exists.
+
+    Once `done` was called, errors pass unchanged. So does, without a log, an error of a kind that this program never raises on
+    purpose: its traceback is all there is. The block may be entered again inside itself.
+
+    Raises:
+      ConfigError: in place of the error.
+    """
+
+    def __init__(self, head: str, log: pathlib.Path | None = None):
+        self.head, self.log, self._done = head, log, False
+
+    def done(self) -> None:
+        self._done = True
+
+    def __enter__(self) -> "Setup":
+        return self
+
+    def __exit__(self, _kind, error: BaseException | None, _traceback) -> None:
+        if self._done or isinstance(error, SystemExit) and not isinstance(error.code, str):
+            return
+        if isinstance(error, SystemExit):
+            text = error.code.removeprefix("error: ")
+            if not text.startswith((f"{self.head}:", "configuration error")):
+                raise ConfigError(f"{self.head}: {text}") from error
+        elif isinstance(error, Exception):
+            kept, ours = self._keep(error), type(error).__module__.startswith("deepgrpo.")
+            if kept or ours or isinstance(error, OSError | ValueError | ImportError):
+                where = f"\n   (traceback: {self.log})" if kept and not ours else ""
+                raise ConfigError(f"{self.head}: {describe(error)}{where}") from error
+
+    def _keep(self, error: Exception) -> bool:
+        """Writes the traceback to the log; False where there is none."""
+        try:
+            with open(self.log, "a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S} ERROR {self.head}\n")
+                file.writelines(traceback.format_exception(error))
+        except (OSError, TypeError):
+            return False
+        return True
+
+
+def describe(error: BaseException) -> str:
+    """What happened, with the file where the error names one, and the remedy if the operating system refused something."""
+    remedy = remedy_of(error)
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    else:
+        text = str(error) or type(error).__name__
+        if not type(error).__module__.startswith("deepgrpo.") and type(error) not in (OSError, ValueError, FileNotFoundError):
+            text = text if text == type(error).__name__ else f"{type(error).__name__}: {text}"
+    return f"{text} -> {remedy}" if remedy and "->" not in text else text
+
+
+def remedy_of(error: BaseException) -> str:
+    """What helps against the operating system's refusal that an error, or one that led to it, is or quotes; "" for others."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, OSError) and error.errno in REMEDIES:
+            return REMEDIES[error.errno]
+        for number in QUOTED:
+            if os.strerror(number) in str(error):
+                return REMEDIES[number]
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return ""

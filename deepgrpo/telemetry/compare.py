@@ -229,10 +229,7 @@ def main(argv: Sequence[str]) -> int:
     (one, names), (other, other_names) = read_arm(args.one), read_arm(args.other)
     if not one or not other:
         parser.error("each arm needs at least one result")
-    try:
-        found = compare(one, other, (names, other_names), args.force)
-    except NotComparable as error:
-        raise SystemExit(f"error: {error}") from error
+    found = compare(one, other, (names, other_names), args.force)
     tables.show(tables.of_comparison(found, args.one, args.other))
     if args.out:
         args.out.write_text(json.dumps(found, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,84 @@
+"""Set-up: whatever goes wrong becomes one message without a traceback; what the program did wrong later keeps its own."""
+
+import errno
+import os
+
+import pytest
+
+from deepgrpo import preflight
+from deepgrpo.config.errors import ConfigError, Finding, Setup, remedy_of
+
+
+class Wrapped(RuntimeError):
+    pass
+
+
+def quoted(number: int) -> Wrapped:
+    """As a library passes on the operating system's words."""
+    error = Wrapped("the store failed")
+    error.__cause__ = RuntimeError(f"INTERNAL: open: {os.strerror(number)} [tensorstore]")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("data: rows.jsonl, row 3: answer is a list"), "head: data: rows.jsonl, row 3: answer is a list"),
+        (ConfigError("a -> b"), "head: a -> b"),
+        (ConfigError("head: 2 problems"), "head: 2 problems"),  # told already, with its own head
+        (SystemExit("error: no such set"), "head: no such set"),
+        (PermissionError(errno.EACCES, "Permission denied", "/data/x"), "head: /data/x: Permission denied -> have its owner"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "r" * 9), "head: rrrrrrrrr: File name too long -> choose a shorter"),
+        (OSError(errno.EMFILE, "Too many open files"), "-> raise the limit of open files before the start: ulimit -n"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "head: UnicodeDecodeError: 'utf-8' codec"),
+        (ImportError("no module x"), "head: ImportError: no module x"),
+    ],
+)
+def test_what_the_user_mends_is_one_message(error, told):
+    with pytest.raises(ConfigError) as caught, Setup("head"):
+        raise error
+    assert told in str(caught.value)
+
+
+def test_the_traceback_goes_to_the_log_or_stays(tmp_path):
+    with pytest.raises(KeyError), Setup("head", tmp_path / "absent" / "log.txt"):
+        raise KeyError("x")  # no log could take it
+    with (
+        pytest.raises(ConfigError, match="KeyError: 'x'(.|\n)*traceback: .*log.txt") as caught,
+        Setup("head", tmp_path / "log.txt"),
+    ):
+        raise KeyError("x")
+    assert "Traceback" not in str(caught.value) and 'raise KeyError("x")' in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), OSError(errno.ENOSPC, "No space left on device")])
+def test_after_the_set_up_an_error_is_its_own(error):
+    with pytest.raises(type(error)) as caught, Setup("head") as setup:
+        setup.done()
+        raise error
+    assert caught.value is error
+
+
+def test_an_end_that_is_no_error_passes():
+    for code in (0, 2, None):
+        with pytest.raises(SystemExit) as caught, Setup("head"):
+            raise SystemExit(code)
+        assert caught.value.code == code
+
+
+def test_the_systems_refusal_is_found_behind_a_librarys_error():
+    assert "ulimit -n" in remedy_of(quoted(errno.EMFILE)) and "make room" in remedy_of(quoted(errno.ENOSPC))
+    assert remedy_of(quoted(errno.ERANGE)) == ""
+
+
+def test_a_check_that_fails_is_a_finding_about_its_part(monkeypatch):
+    def shape_problems(config):
+        return [Finding(config["absent"], "")]
+
+    def rubric_problems(config):
+        raise SystemExit("configuration error: rewards.graders: no such function")
+
+    (finding,) = preflight.asked(shape_problems, {})
+    assert finding.what.startswith("shape: ") and "KeyError: 'absent'" in finding.what and finding.fatal
+    (finding,) = preflight.asked(rubric_problems, {})
+    assert "no such function" in finding.what

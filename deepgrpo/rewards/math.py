@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 
-from deepgrpo.rewards import compare, latex
+from deepgrpo.rewards import compare, latex, sympy_reader
 from deepgrpo.rewards.answer import Answer, own_words
 from deepgrpo.rewards.expression import TooComplex
 from deepgrpo.types import Grade
@@ -89,6 +89,7 @@ def by_math_verify(key: str, answer: str) -> bool:
 @functools.cache
 def math_verify():
     """math-verify, imported when first wanted: it brings sympy, which takes a second."""
+    sympy_reader.install()
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)

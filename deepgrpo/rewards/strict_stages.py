@@ -1,12 +1,14 @@
 """The three stages by which the public reference decides that an answer equals a key. `strict` says what they are for.
 
-Each stage is a predicate of the two texts. Faults are part of the behaviour, and the comments name them. `same_algebra` calls
-sympy on what a model wrote, without any limit: only a killable worker may run it.
+Each stage is a predicate of the two texts. Faults are part of the behaviour, and the comments name them. `same_algebra` has sympy
+simplify what a model wrote, which may take for ever: only a killable worker may run it. The reference evaluates that text as
+code; here `sympy_reader` interprets it.
 """
 
 import functools
 import re
 
+from deepgrpo.rewards import sympy_reader
 from deepgrpo.rewards.math import math_verify
 
 
@@ -216,8 +218,8 @@ def _vanishes(difference: str) -> bool:
     if len(letters) > 2 or "^{" in difference or "^(" in difference or re.search(r"\^[0-9]+\^|\^[0-9][0-9]+", difference):
         return False
     import sympy
-    from sympy.parsing import sympy_parser
 
+    sympy_parser = sympy_reader.install()
     rules = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
     try:
         return bool(sympy.simplify(sympy_parser.parse_expr(difference.replace("^", "**"), transformations=rules)) == 0)

@@ -95,8 +95,8 @@ from deepgrpo.data import dataset as dataset_lib  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
 from deepgrpo.learner import flops, memory, packing, placement, sharding  # noqa: E402
 from deepgrpo.learner import programs as programs_lib  # noqa: E402
-from deepgrpo.learner.minibatch import injection_count, partition, responses_per_prompt, shuffled, step_rows  # noqa: E402
-from deepgrpo.learner.objective import BRANCH, MAIN, STREAMS, TEACHER, Objective  # noqa: E402
+from deepgrpo.learner.minibatch import cut, injection_count, responses_per_prompt, step_rows  # noqa: E402
+from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER, Objective  # noqa: E402
 from deepgrpo.learner.optim import Optim  # noqa: E402
 from deepgrpo.learner.rows import Row  # noqa: E402
 from deepgrpo.model import presets  # noqa: E402
@@ -221,17 +221,16 @@ def mini_batches_of(config: Any, rows: list[Row]) -> list[list[Row]]:
     """The rows of each optimizer step of one epoch, cut as the learner cuts them."""
     o, optim = config.objective, config.optim
     by = "rows" if config.strict_reference else optim.mini_batch_by
-    rows = [rows[i] for i in shuffled([row.group_id for row in rows], by, config.seed, 1)]
-    streams = [[row for row in rows if row.source == source] for source in STREAMS]
-    plan = partition(
-        *map(len, streams),
-        optim.mini_batch_prompts * config.rollout.n,
+    return cut(
+        rows,
+        config.seed,
+        1,
+        by=by,
+        mini_batch_rows=optim.mini_batch_prompts * config.rollout.n,
         strict_reference=config.strict_reference,
         teacher_mini_batch_rows=optim.teacher.mini_batch_rows,
         mixed=o.teacher_reduction == "mixed_token_mean",
     )
-    parts = [iter(stream) for stream in streams]
-    return [[next(part) for part, n in zip(parts, mini_batch.rows, strict=True) for _ in range(n)] for mini_batch in plan]
 
 
 ########################################################################################################################

@@ -1,5 +1,6 @@
 """The learner: owns policy, optimizer and reference, and turns a step's rows into optimizer steps."""
 
+import collections
 import functools
 import logging
 import time
@@ -12,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from deepgrpo.learner import distributed, flops, memory, packing, report, sharding
+from deepgrpo.learner import distributed, flops, memory, nonfinite, packing, report, sharding
 from deepgrpo.learner import step as step_lib
 from deepgrpo.learner.clock import DeviceClock, PendingUpdate
-from deepgrpo.learner.minibatch import partition, shuffled
-from deepgrpo.learner.objective import MAIN, STREAMS, TEACHER, Objective
+from deepgrpo.learner.minibatch import cut, partition, shuffled
+from deepgrpo.learner.objective import MAIN, TEACHER, Objective
 from deepgrpo.learner.optim import Optim, learning_rate
 from deepgrpo.learner.packing import Batch, Shape
 from deepgrpo.learner.programs import Programs, abstract_state, batch_shapes
-from deepgrpo.learner.rows import Row
+from deepgrpo.learner.rows import Row, check_row
 from deepgrpo.model.attention import choose_backend
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import Placement, Transformer
@@ -85,7 +86,11 @@ class Learner:
         self.peak_flops = learner["peak_flops"] or flops.peak(self.mesh.devices.flat[0].device_kind, jnp.dtype(dtype))
         self._channel, self._clock = channel, DeviceClock()
         self._running: PendingUpdate | None = None
+        self._leads = True  # False in every process but the first
         self._replicate = jax.jit(lambda x: x, out_shardings=sharding.replicated(self.mesh))
+        self._peaks = jax.jit(nonfinite.peaks, out_shardings=sharding.replicated(self.mesh))
+        self._nonfinite = nonfinite.Watch()
+        self._newest: collections.deque[tuple[int, list[Batch]]] = collections.deque(maxlen=2)  # updates: at most two run
 
         self._shardings = sharding.parameter_shardings(params, self.mesh)
         self._state = {"params": sharding.place(jax.tree.map(as_float32, params), self._shardings)}
@@ -127,9 +132,7 @@ class Learner:
         if ahead:
             self.programs.compile_ahead(keys)
 
-    ##################################################################################################################
-    #  State
-    ##################################################################################################################
+    #### State
 
     @property
     def policy(self) -> Any:
@@ -169,9 +172,15 @@ class Learner:
 
     def host_state(self) -> dict[str, int]:
         """Counters that resume: training steps of the schedule, optimizer steps, steps and updates that were skipped. Waits for
-        an update that is under way."""
+        an update that is under way.
+
+        Raises:
+          ConfigError: the state that goes with them is not finite, so that nothing may be saved.
+        """
         if self._running:
             self._running.metrics()
+        if found := self._first_of_state():
+            nonfinite.stop(f"{found} are not finite, and a checkpoint of them would be of no use")
         return dict(self._host)
 
     def restore_host(self, counters: Mapping[str, int]) -> None:
@@ -179,9 +188,7 @@ class Learner:
             raise ValueError(f"learner counters to restore are {sorted(counters)}, expected {sorted(HOST_COUNTERS)}")
         self._host = dict(counters)
 
-    ##################################################################################################################
-    #  Update
-    ##################################################################################################################
+    #### Update
 
     def update(self, rows: Sequence[Row], step: int) -> dict[str, float]:
         """`start_update`, and waits for its metrics."""
@@ -195,25 +202,36 @@ class Learner:
         those of the policy before this call; reference log-probs are computed only for kl_coef > 0. Without rows nothing changes.
 
         Raises:
-          ValueError: a row is empty, too long for learner.buckets, or has a response id that the engine cannot have sampled.
+          ValueError: a row is empty, too long for learner.buckets, has a response id that the engine cannot have sampled, or a
+            number that is not finite.
         """
         if self.objective.joint_loss == "null":
             rows = [row for row in rows if row.source != TEACHER]
         rows = [row for row in rows if len(row.response_ids)]
         for row in rows:
-            self._check(row)
+            check_row(row, self.vocab_size, self.num_real_ids)
         if self._channel:
             fields, arrays = distributed.encode_rows(rows)
             self._channel.send("update", fields | {"step": step}, arrays)
         return self._start_update(rows, step)
 
     def _start_update(self, rows: Sequence[Row], step: int) -> PendingUpdate:
-        mini_batches = self._mini_batches(rows, step)
+        mini_batches = cut(
+            rows,
+            self.seed,
+            step,
+            by=self.mini_batch_by,
+            mini_batch_rows=self.mini_batch_rows,
+            strict_reference=self.strict_reference,
+            teacher_mini_batch_rows=self.teacher_rows,
+            mixed=self.objective.teacher_reduction == "mixed_token_mean",
+        )
         if not mini_batches:
             self._host["skipped_updates"] += 1
             return PendingUpdate(functools.partial(report.skipped_update, not rows, self._host["skipped_updates"]))
         start = time.monotonic()
         batches = self._layout(mini_batches)
+        self._newest.append((step, batches))
         device = [self._place(batch) for batch in batches]
         metrics = report.batch_metrics(batches) | {"timing_s/pack": time.monotonic() - start}
         metrics |= self._wait_for_programs(device)
@@ -232,7 +250,7 @@ class Learner:
         }
         work = flops.of_update(self.model.config, mini_batches, [batch.tokens for batch in batches])
         before = self._running
-        self._running = PendingUpdate(functools.partial(self._finish, results, mini_batches, metrics, times, work))
+        self._running = PendingUpdate(functools.partial(self._finish, step, results, mini_batches, metrics, times, work))
         if before:
             before.metrics()  # at most two updates are under way: the host cannot run away from its devices
         return self._running
@@ -269,13 +287,18 @@ class Learner:
             arrays["old_logp"] = self._score(self.policy, arrays, batch.used)
         return self._clock.lap(begun, device[-1]["old_logp"])
 
-    def _finish(self, results: list, mini_batches: list[list[Row]], metrics: dict, times: dict[str, Future], work: float) -> dict:
+    def _finish(
+        self, step: int, results: list, mini_batches: list[list[Row]], metrics: dict, times: dict[str, Future], work: float
+    ) -> dict:
         """Waits for an update, counts what it did and returns its metrics."""
         results = jax.device_get(results)
         seconds = {name: future.result() for name, future in times.items()}
         done, nonfinite = report.count_steps(results)
         self._host["nonfinite_steps"] += nonfinite
         self._host["optimizer_steps"] += done
+        if self._leads:
+            n = len(mini_batches)
+            self._nonfinite.look("update", step, results, lambda i: self._explain("explain", step, i % n, results[i]))
         rate = self.ppo_epochs / max(seconds["timing_s/update_actor"], 1e-9)
         metrics |= {"perf/flops": work * self.ppo_epochs, "perf/tokens_per_second": metrics["perf/tokens"] * rate}
         if self.peak_flops:
@@ -286,34 +309,6 @@ class Learner:
     def _layout(self, mini_batches: Sequence[Sequence[Row]]) -> list[Batch]:
         apart = self.model.placement.attention == "splash"
         return packing.layout(mini_batches, self.shapes, sharding.batch_shards(self.mesh), siblings_apart=apart)
-
-    def _check(self, row: Row) -> None:
-        if not len(row.prompt_ids):
-            raise ValueError(
-                f"row of group {row.group_id}: the prompt is empty; the first response token needs a position before it"
-            )
-        if int(row.response_ids.max()) >= self.num_real_ids or int(row.prompt_ids.max()) >= self.vocab_size:
-            raise ValueError(
-                f"row of group {row.group_id}: largest ids are {row.prompt_ids.max()} (prompt) and {row.response_ids.max()}"
-                f" (response), expected below {self.vocab_size} (vocabulary) and {self.num_real_ids} (tokenizer);"
-                f" is it the right tokenizer?"
-            )
-
-    def _mini_batches(self, rows: Sequence[Row], step: int) -> list[list[Row]]:
-        """Rows of each optimizer step of one epoch."""
-        order = shuffled([row.group_id for row in rows], self.mini_batch_by, self.seed, step)
-        streams = [[rows[i] for i in order if rows[i].source == source] for source in STREAMS]
-        sizes = [len(stream) for stream in streams]
-        mixed = self.objective.teacher_reduction == "mixed_token_mean"
-        plan = partition(
-            *sizes,
-            self.mini_batch_rows,
-            strict_reference=self.strict_reference,
-            teacher_mini_batch_rows=self.teacher_rows,
-            mixed=mixed,
-        )
-        iterators = [iter(stream) for stream in streams]
-        return [[next(it) for it, n in zip(iterators, part.rows, strict=True) for _ in range(n)] for part in plan]
 
     def _optimizer_steps(self, batches: list[Batch], device: list[dict[str, jax.Array]], lr: float) -> list[dict[str, Any]]:
         """Enqueues every epoch over the mini-batches; returns each step's results, on the devices."""
@@ -329,9 +324,7 @@ class Learner:
                 results.append(result)
         return results
 
-    ##################################################################################################################
-    #  Update on teacher rows alone
-    ##################################################################################################################
+    #### Update on teacher rows alone
 
     def update_teacher(self, rows: Sequence[Row], step: int) -> tuple[dict[str, float], list[bool]]:
         """Trains on the teacher rows among `rows` by their mean -logp, with the optimizer of `optim.teacher` and a constant rate.
@@ -350,7 +343,7 @@ class Learner:
             raise ValueError("teacher rows have no optimizer of their own; set objective.teacher_update=post_ppo")
         rows = [row for row in rows if row.source == TEACHER and len(row.response_ids)]
         for row in rows:
-            self._check(row)
+            check_row(row, self.vocab_size, self.num_real_ids)
         if self._channel:
             fields, arrays = distributed.encode_rows(rows)
             self._channel.send("update_teacher", fields | {"step": step}, arrays)
@@ -364,17 +357,43 @@ class Learner:
         order = iter(shuffled([row.group_id for row in rows], "rows", self.seed, step))
         mini_batches = [[rows[next(order)] for _ in range(part.rows[TEACHER])] for part in plan]
         results, lr = [], self.teacher_optim.lr
-        for batch in self._layout(mini_batches) if mini_batches else ():
+        batches = self._layout(mini_batches) if mini_batches else []
+        self._newest.append((step, batches))
+        for batch in batches:
             arrays = self._place(batch)
             scalars = self._scalars(np.float32(lr), np.int32(batch.used))
             self._state, result = self._program("teacher_step", arrays)(self._state, arrays, *scalars)
             results.append(result)
         results = jax.device_get(results)
+        if self._leads:
+            explain = lambda i: self._explain("explain_teacher", step, i, results[i])  # noqa: E731
+            self._nonfinite.look("update_teacher", step, results, explain)
         return report.teacher_metrics(results, mini_batches, lr), [bool(np.isfinite(r["grad_norm"])) for r in results]
 
-    ##################################################################################################################
-    #  Scoring
-    ##################################################################################################################
+    #### What is not finite
+
+    def _first_of_state(self) -> str:
+        self.announce("peaks")
+        return nonfinite.first_of_state(jax.device_get(self._peaks(self._state)))
+
+    def _explain(self, program: str, step: int, number: int, result: Mapping[str, Any]) -> tuple[str, bool]:
+        """What was not finite first when mini-batch `number` of the update at `step` gave `result`; whether that will last."""
+        if found := self._first_of_state():
+            return found, True
+        self.announce("explain", program=program, step=step, number=number)
+        found = nonfinite.first_of_step(jax.device_get(self._start_explaining(program, step, number)))
+        reported = [name for name, value in result["actor"].items() if not np.isfinite(value)]
+        return found or f"{(reported or ['the gradient'])[0]} (with the present weights all of it is finite)", False
+
+    def _start_explaining(self, program: str, step: int, number: int) -> dict[str, Any]:
+        batch = next(batches for at, batches in reversed(self._newest) if at == step)[number]
+        arrays = self._place(batch)
+        if self._reference is not None:
+            arrays["ref_logp"] = self._score(self._reference, arrays, batch.used)
+        self.programs.plan([(program, Shape.of(arrays))])
+        return self._program(program, arrays)(self._state, arrays, *self._scalars(np.int32(batch.used)))
+
+    #### Scoring
 
     def score(self, sequences: Sequence[tuple[Ids, Ids]], at_temperature_1: bool = False) -> list[np.ndarray]:
         """The policy's log-prob of every response token of (prompt_ids, response_ids): float32[R] each, at the rollouts'
@@ -389,7 +408,7 @@ class Learner:
         ]
         for row in rows:
             if len(row.response_ids):
-                self._check(row)
+                check_row(row, self.vocab_size, self.num_real_ids)
         if self._channel:
             fields, arrays = distributed.encode_rows(rows)
             self._channel.send("score", fields | {"at_temperature_1": at_temperature_1}, arrays)
@@ -441,9 +460,7 @@ class Learner:
         arrays = batch.arrays | {"old_logp": zeros, "ref_logp": zeros}
         return sharding.put(arrays, sharding.micro_batches(self.mesh))
 
-    ##################################################################################################################
-    #  Several processes
-    ##################################################################################################################
+    #### Several processes
 
     def announce(self, name: str, **fields: Any) -> None:
         """On process 0, before work on the learner's arrays that is not the learner's own: the others begin handler `name`."""
@@ -458,6 +475,7 @@ class Learner:
         Raises:
           ConnectionError: process 0 is gone.
         """
+        self._leads = False
         while True:
             name, fields, arrays = self._channel.receive()
             if name == "stop":
@@ -468,6 +486,10 @@ class Learner:
                 self._update_teacher(distributed.decode_rows(fields, arrays), fields["step"])
             elif name == "score":
                 self._start_score(distributed.decode_rows(fields, arrays), fields["at_temperature_1"])
+            elif name == "peaks":
+                self._peaks(self._state)
+            elif name == "explain":
+                self._start_explaining(**fields)
             else:
                 handlers[name](**fields)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from deepgrpo.learner.objective import STREAMS
+
 SHUFFLE = 1  # purpose of this module's randomness in (seed, step, purpose)
 
 
@@ -132,6 +134,16 @@ def partition(
         parts = -(-n_teacher // teacher_mini_batch_rows) if allow_partial else n_teacher // teacher_mini_batch_rows
         plan += [MiniBatch("sft", (0, 0, size)) for size in (balanced(n_teacher, parts) if parts else [])]
     return plan
+
+
+def cut(rows: Sequence[Any], seed: int, step: int, *, by: str, mini_batch_rows: int, **keys: Any) -> list[list[Any]]:
+    """The rows of each optimizer step of one epoch of training step `step`: `shuffled` by group or row, then cut by `partition`,
+    to which `keys` go."""
+    order = shuffled([row.group_id for row in rows], by, seed, step)
+    streams = [[rows[i] for i in order if rows[i].source == source] for source in STREAMS]
+    plan = partition(*map(len, streams), mini_batch_rows, **keys)
+    parts = [iter(stream) for stream in streams]
+    return [[next(part) for part, n in zip(parts, mini_batch.rows, strict=True) for _ in range(n)] for mini_batch in plan]
 
 
 def interleave(counts: tuple[int, int, int], world_size: int) -> list[int]:

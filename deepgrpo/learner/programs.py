@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from deepgrpo.learner import memory, packing, sharding, step
 from deepgrpo.learner import policy as policies
 from deepgrpo.learner.minibatch import most_rows
-from deepgrpo.learner.objective import Objective
+from deepgrpo.learner.objective import SUFFIX_SFT, Objective
 from deepgrpo.learner.optim import Optim
 from deepgrpo.learner.packing import Shape
 from deepgrpo.model.transformer import Transformer
@@ -65,8 +65,8 @@ def abstract_state(params: Any, mesh: Mesh, objective: Objective, reference_dtyp
 
 @dataclasses.dataclass
 class Programs:
-    """Programs by (name, shape): `train_step`, `teacher_step`, `score`, `score_at_1` (temperature 1) and `score_reference` (the
-    reference's dtype).
+    """Programs by (name, shape): `train_step`, `teacher_step`, `score`, `score_at_1` (temperature 1), `score_reference` (the
+    reference's dtype), and, when a step was refused, `explain` or `explain_teacher`.
 
     abstract_state: the learner's state as ShapeDtypeStructs with shardings. block: see learner.logprob_block.
     waited: seconds that callers have waited for a compilation so far.
@@ -195,6 +195,14 @@ class Programs:
 
             function = jax.jit(teacher_step, donate_argnums=0, out_shardings=shardings)
             return function.lower(state, arrays, scalar(jnp.float32), scalar(jnp.int32))
+
+        if name.startswith("explain"):
+            objective = SUFFIX_SFT if name == "explain_teacher" else self.objective
+
+            def explain(*args):
+                return step.explain(policy, objective, *args)
+
+            return jax.jit(explain, out_shardings=whole).lower(state, arrays, scalar(jnp.int32))
 
         def score(*args):
             return policies.score(policy, *args)

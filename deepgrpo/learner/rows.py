@@ -48,6 +48,29 @@ class Row:
         return float(np.mean(self.advantage)) if np.size(self.advantage) else 0.0
 
 
+def check_row(row: Row, vocab_size: int, num_real_ids: int) -> None:
+    """The learner's door: raises ValueError for a row without a prompt, with an id that no engine can have sampled, or with a
+    number that is not finite in float32, which would make every row's gradient NaN."""
+    name = f"row of group {row.group_id}"
+    if not len(row.prompt_ids):
+        raise ValueError(f"{name}: the prompt is empty; the first response token needs a position before it")
+    if int(row.response_ids.max()) >= num_real_ids or int(row.prompt_ids.max()) >= vocab_size:
+        raise ValueError(
+            f"{name}: largest ids are {row.prompt_ids.max()} (prompt) and {row.response_ids.max()} (response), expected below"
+            f" {vocab_size} (vocabulary) and {num_real_ids} (tokenizer); is it the right tokenizer?"
+        )
+    logps = () if row.rollout_logps is None else row.rollout_logps
+    for part, values in (("advantage", row.advantage), ("teacher's weight", row.teacher_coef), ("engine's log-prob", logps)):
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(np.asarray(values, np.float32))
+        if not finite.all():
+            wrong = np.atleast_1d(values)[~np.atleast_1d(finite)][0]
+            raise ValueError(
+                f"{name}: the {part} is {wrong}, expected a finite number of float32 (the row's reward is {row.reward}); look at"
+                f" the grader of its problem, or at the engine that sampled it"
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class Overlong:
     """What becomes of answers that the length limit cut, or that come near it.

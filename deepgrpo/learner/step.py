@@ -4,9 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from deepgrpo.learner import objective as losses
 from deepgrpo.learner import sharding
+from deepgrpo.learner.nonfinite import peaks
 from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER, Objective
 from deepgrpo.learner.optim import Optim, adamw, init_adam
 from deepgrpo.learner.policy import Policy, micro_batch
@@ -136,6 +138,13 @@ def teacher_step(
     mean = {name: x[TEACHER] / (sums["tokens"][TEACHER] + losses.EPS) for name, x in sums["loss"].items()}
     actor = {"post_sft_loss": mean["loss"], "mean_logp": mean["logp"], "entropy": mean["entropy"]}
     return state | {"params": params, "teacher_adam": adam}, {"actor": actor, "tokens": sums["tokens"], "grad_norm": norm}
+
+
+def explain(policy: Policy, o: Objective, state: dict[str, Any], arrays: dict[str, jax.Array], used: jax.Array) -> dict[str, Any]:
+    """What `nonfinite.first_of_step` looks at: loss sums and gradient peaks of a mini-batch, on policy; nothing is trained."""
+    grads, sums, _ = gradients(policy, o, state["params"], arrays, jnp.bool_(True), used, state.get("auto_coef", 1.0))
+    norm = optax.tree.norm(grads)
+    return {"ref_logp": jnp.sum(arrays["ref_logp"]), "sums": sums["loss"], "gradient": peaks(grads), "norm": norm}
 
 
 def optimizer_state(params: Any, o: Objective) -> dict[str, Any]:

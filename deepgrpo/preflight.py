@@ -18,7 +18,7 @@ from collections.abc import Callable
 from ml_collections import config_dict
 
 from deepgrpo.config import forest_folder
-from deepgrpo.config.constraints import GENERATED, ORACLE
+from deepgrpo.config.constraints import ORACLE
 from deepgrpo.config.errors import ConfigError, Finding, describe
 
 ENDPOINT_DEADLINE = 5.0  # seconds for GET /models: a healthy server answers at once
@@ -130,21 +130,9 @@ def model_problems(config: config_dict.ConfigDict) -> list[Finding]:
 
 
 def data_problems(config: config_dict.ConfigDict) -> list[Finding]:
-    """Data sets are "NAME:PATH"; those that are generated have no file."""
-    absent = []
-    for key in ("train", "validation", "selection"):
-        sets = config.data[key]
-        for name in sets:
-            reader, _, path = name.partition(":")
-            if reader not in GENERATED and not pathlib.Path(path).exists():
-                absent.append(f"{path or name} (data.{key})")
-    solutions = config.teacher.oracle_solutions
-    if solutions and not pathlib.Path(solutions).is_file():
-        absent.append(f"{solutions} (teacher.oracle_solutions)")
-    if not absent:
-        return []
-    get = config.data.origin or "put the files there, or point --config.data.train and --config.data.validation at yours"
-    return [Finding(f"data: {', '.join(absent)} not found", get)]
+    from deepgrpo.data import check  # which reads every file
+
+    return check.data_problems(config)
 
 
 def forest_problems(config: config_dict.ConfigDict) -> list[Finding]:

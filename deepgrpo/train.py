@@ -326,7 +326,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
             last = done()
             validates = bool(held_out) and config.validation.every > 0 and (last or step % config.validation.every == 0)
             saves = last or (keep.every > 0 and step % keep.every == 0)
-            epoch, ended = dataset.epoch, dataset.epoch + dataset.last_of_epoch
+            epoch, ended = dataset.epoch, dataset.passes()
             # A checkpoint holds no half-made step, and nothing else uses the engine meanwhile.
             if rollout.max_staleness and not (saves or validates or watch.recovers(step) or stop.is_set()):
                 ahead = others.submit(roll_out, setting_of_others, draw(step + 1), step + 1)

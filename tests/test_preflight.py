@@ -19,7 +19,7 @@ def config(tmp_path, monkeypatch):
     config = command_line.load(command_line.SCHEMA, None)
     config.name, config.model.path = "run", str(tmp_path / "model")
     config.data.train = (f"gsm8k:{tmp_path}/train.jsonl",)
-    config.data.validation = ("carry_chain:heldout",)
+    config.data.validation = ("carry_chain:heldout:8",)
     return config
 
 
@@ -27,6 +27,11 @@ def complete_model(folder) -> None:
     folder.mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (folder / name).write_text("{}")
+
+
+def write_train(folder) -> None:
+    row = {"question": "1 + 1?", "answer": "#### 2"}
+    (folder / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 128)
 
 
 @contextlib.contextmanager
@@ -69,7 +74,7 @@ def test_everything_missing_is_one_message(config):
 
 def test_nothing_missing(config, tmp_path):
     complete_model(tmp_path / "model")
-    (tmp_path / "train.jsonl").touch()
+    write_train(tmp_path)
     config.teacher.base_url = "oracle"
     assert preflight.check_inputs(config) == []
 
@@ -107,7 +112,7 @@ def test_endpoint(config, monkeypatch, status, body, part):
 def test_a_teacher_that_is_down_does_not_stop_a_resumed_run(config, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
     complete_model(tmp_path / "model")
-    (tmp_path / "train.jsonl").touch()
+    write_train(tmp_path)
     config.teacher.base_url = "http://127.0.0.1:9/v1"
     (warning,) = preflight.check_inputs(config, resuming=True)
     assert "127.0.0.1:9" in warning

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from deepgrpo.data import repair, templates
+from deepgrpo.data.cells import KEY, SCALAR, TEXT, DataError, Maybe, Schema
 from deepgrpo.data.sources import Found, Split
 from deepgrpo.data.tables import Row
 
@@ -73,7 +74,8 @@ class Converted:
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """about: one line for --help. columns: that every source row must have. hub: repository that is read if no source is given.
+    """about: one line for --help. columns: what every source row must have (`cells`). hub: repository that is read if no source
+    is given.
 
     cut: (number of rows, seed) -> {split: rows}, where the reference cuts its training data out of a benchmark's test file; done
     on demand only. styles: whether the prompt style may be chosen. read: takes the place of `sources.load` where a split is more
@@ -83,7 +85,7 @@ class Benchmark:
     about: str
     splits: Mapping[str, Split]
     convert: Callable[[Sequence[Row], Context], Converted]
-    columns: tuple[str, ...]
+    columns: Mapping[str, Schema]
     hub: str = ""
     cut: Callable[[int, int], dict[str, list[int]]] | None = None
     styles: bool = False
@@ -118,9 +120,10 @@ def gsm8k(rows: Sequence[Row], context: Context) -> Converted:
     """question and answer, whose final line is `#### NUMBER`; or problem and answer, the bare number (Dr. GRPO's copy)."""
     done = Converted()
     for index, row in enumerate(rows):
-        question, answer = row.get("question", row.get("problem")), str(row["answer"])
+        question, answer = row.get("question") or row.get("problem"), str(row.get("answer"))
         if question is None:
-            raise ValueError(f"{context.path}, row {index}: expected a column question (or problem), found {', '.join(row)}")
+            what = f"data: {context.path}, row {index}: question (or problem) must be {TEXT.expected}, got nothing"
+            raise DataError(what, f"the row has {', '.join(row)}")
         mark = re.search(r"#### (-?[0-9.,]+)", answer) or re.fullmatch(r"\s*(-?[0-9.,]+)\s*", answer)
         if mark is None:
             drop(done, context, "no '#### NUMBER' in the answer", index, answer[-60:])
@@ -223,7 +226,7 @@ def _train(*names: str, rows: int = 0) -> dict[str, Split]:
     return {"train": Split((*names, *usual), rows, train=True)}
 
 
-PROBLEM = ("problem", "answer")
+PROBLEM: Mapping[str, Schema] = {"problem": TEXT, "answer": KEY}
 MATH_TEST = _test("math500.jsonl", "evaluation_suite/math", "math500", "math", "MATH500", rows=500)
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -232,7 +235,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         _train("gsm8k_train.jsonl", "main/train-*.parquet", "gsm8k/train", rows=7473)
         | _test("gsm8k_test.jsonl", "main/test-*.parquet", "gsm8k/test", rows=1319),
         gsm8k,
-        ("answer",),
+        {"question": Maybe(TEXT), "problem": Maybe(TEXT), "answer": Maybe(SCALAR)},
         "openai/gsm8k",
         styles=True,
     ),

@@ -15,6 +15,7 @@ import numpy as np
 
 from deepgrpo.data import sources, tables
 from deepgrpo.data.benchmarks import DEEP_ANALYZE, REASONING, Benchmark, Context, Converted, Options, drop, example
+from deepgrpo.data.cells import LINE, PLAIN, SCALAR, TEXT, Maybe, Schema
 from deepgrpo.data.sources import Found, Split
 from deepgrpo.data.tables import Row
 
@@ -28,6 +29,8 @@ CONTEXT_FILES = (  # of DABstep
     "payments-readme.md",
     "payments.csv",
 )
+DABENCH = {"id": SCALAR, "question": TEXT, "constraints": LINE, "format": LINE, "file_name": TEXT}
+SPEC = Maybe({"ground_truth": Maybe(PLAIN), "response": Maybe(LINE)})
 WORKBOOK_TOKENS = 28_768  # of the GPT-4 tokenizer: the end of a workbook's text that is kept
 
 
@@ -72,8 +75,8 @@ def _workspace(context: Context, folder: str, name: Any) -> str:
 def read_dabench(place: pathlib.Path, split: str, options: Options) -> Found:
     """Questions and labels, whose ids must be the same in the same order."""
     paths = [place / "da-dev-questions.jsonl", place / "da-dev-labels.jsonl"]
-    questions = tables.read(str(paths[0]), ("id", "question", "constraints", "format", "file_name"))
-    labels = tables.read(str(paths[1]), ("id", "common_answers"))
+    questions = tables.read(str(paths[0]), DABENCH)
+    labels = tables.read(str(paths[1]), {"id": SCALAR, "common_answers": [[SCALAR]]})
     if [row["id"] for row in questions] != [row["id"] for row in labels]:
         raise ValueError(f"source: the ids of {paths[0]} and {paths[1]} are not the same; take both from one version")
     rows = [{**question, "label": label["common_answers"]} for question, label in zip(questions, labels, strict=True)]
@@ -295,10 +298,10 @@ def dsbench_modeling(rows: Sequence[Row], context: Context) -> Converted:
 
 
 def _evaluation(
-    about: str, output: str, names: Sequence[str], convert: Callable[..., Converted], columns: Sequence[str], **more: Any
+    about: str, output: str, names: Sequence[str], convert: Callable[..., Converted], columns: Mapping[str, Schema], **more: Any
 ) -> Benchmark:
     rows = more.pop("rows", 0)
-    return Benchmark(about, {output: Split(tuple(names), rows)}, convert, tuple(columns), **more)
+    return Benchmark(about, {output: Split(tuple(names), rows)}, convert, columns, **more)
 
 
 _RL: Mapping[str, Split] = {
@@ -311,16 +314,16 @@ BENCHMARKS: dict[str, Benchmark] = {
         "DeepAnalyze's reinforcement-learning data",
         _RL,
         deep_analyze,
-        ("prompt", "data_source", "input_seq", "reward_spec"),
+        {"prompt": [{"role": TEXT, "content": TEXT}], "data_source": TEXT, "input_seq": TEXT, "reward_spec": SPEC},
         "RUC-DataLab/DataScience-Instruct-500K",
     ),
-    "dabench": _evaluation("InfiAgent's data analysis questions", "val", ["."], dabench, [], read=read_dabench),
+    "dabench": _evaluation("InfiAgent's data analysis questions", "val", ["."], dabench, {}, read=read_dabench),
     "dabstep": _evaluation(
         "DABstep (--context-dir)",
         "test",
         ["tasks.jsonl", "data/tasks/all.jsonl", "test.jsonl", "*default-*.parquet"],
         dabstep,
-        ["task_id", "question", "guidelines"],
+        {"task_id": SCALAR, "question": TEXT, "guidelines": LINE},
         hub="adyen/DABstep",
     ),
     "dabstep_research": _evaluation(
@@ -328,21 +331,21 @@ BENCHMARKS: dict[str, Benchmark] = {
         "test",
         ["dabstep_research.jsonl", "test.jsonl"],
         dabstep_research,
-        ["id", "question", "type", "checklist"],
+        {"id": SCALAR, "question": TEXT, "type": SCALAR, "checklist": PLAIN},
     ),
     "ds1000": _evaluation(
         "DS-1000, code completion",
         "full",
         ["ds1000.jsonl", "test.jsonl", "*test-*.parquet", "data/test-*.parquet"],
         ds1000,
-        ["prompt", "metadata", "reference_code", "code_context"],
+        {"prompt": TEXT, "metadata": Maybe({}), "reference_code": Maybe(LINE), "code_context": LINE},
         hub="xlangai/DS-1000",
         cut=_tenth,
     ),
     "dsbench_data_analysis": _evaluation(
-        "DSBench, questions about workbooks", "data_analysis", ["."], dsbench_analysis, [], read=read_dsbench_analysis, rows=466
+        "DSBench, questions about workbooks", "data_analysis", ["."], dsbench_analysis, {}, read=read_dsbench_analysis, rows=466
     ),
     "dsbench_data_modeling": _evaluation(
-        "DSBench, predictions", "data_modeling", ["."], dsbench_modeling, [], read=read_dsbench_modeling, rows=74
+        "DSBench, predictions", "data_modeling", ["."], dsbench_modeling, {}, read=read_dsbench_modeling, rows=74
     ),
 }

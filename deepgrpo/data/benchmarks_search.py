@@ -5,9 +5,11 @@ from collections.abc import Sequence
 
 from deepgrpo.data import repair, tables
 from deepgrpo.data.benchmarks import SEARCH, Benchmark, Context, Converted, Options, drop, example
+from deepgrpo.data.cells import KEY, TEXT, Maybe
 from deepgrpo.data.sources import Found, Split, sha256
 from deepgrpo.data.tables import Row
 
+COLUMNS = {"question": TEXT, "golden_answers": KEY, "data_source": Maybe(TEXT)}
 PROMPT = (
     "Answer the question below. Whenever you receive new information, first reason about it between <think> and </think>. If you "
     "lack some knowledge, call the search engine with <search> query </search>; it returns the best results between "
@@ -63,7 +65,7 @@ def read(place: pathlib.Path, split: str, options: Options) -> Found:
         if not (found := [path for path in tried if path.is_file()]):
             raise FileNotFoundError(f"source: {name} has no {' or '.join(wanted)} split: looked for {', '.join(map(str, tried))}")
         files[f"{name}/{found[0].name}"] = sha256(found[0])
-        rows += [{**row, "data_source": name} for row in tables.read(str(found[0]), ("question", "golden_answers"))]
+        rows += [{**row, "data_source": name} for row in tables.read(str(found[0]), COLUMNS)]
     return Found(rows, place, files)
 
 
@@ -72,7 +74,7 @@ BENCHMARKS = {
         "search QA of FlashRAG: --data-sources hotpotqa,2wikimultihopqa,musique,bamboogle,nq,...",
         {"train": Split(("train.jsonl",), train=True), "test": Split(("test.jsonl", "dev.jsonl"))},
         search_qa,
-        ("question", "golden_answers"),
+        COLUMNS,
         "RUC-NLPIR/FlashRAG_datasets",
         read=read,
     )

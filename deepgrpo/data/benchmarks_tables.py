@@ -11,6 +11,7 @@ from typing import Any
 
 from deepgrpo.data import repair
 from deepgrpo.data.benchmarks import REASONING, Benchmark, Context, Converted, drop, example
+from deepgrpo.data.cells import KEY, SCALAR, TABLE, TEXT, Kind, Maybe, plain
 from deepgrpo.data.sources import Split
 from deepgrpo.data.tables import Row
 
@@ -183,6 +184,13 @@ def _dataframe(header: list[str], body: list[list[str]]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in rows)
 
 
+PART = Kind("text and finite numbers of any depth", plain)
+ASKED = {"question": TEXT, "answer": KEY}
+QA = {"question": TEXT, "answer": Maybe(SCALAR), "exe_ans": Maybe(SCALAR)}
+FINQA = {"qa": QA, "table": TABLE, "pre_text": Maybe(PART), "post_text": Maybe(PART)}
+TEXTS = ("links", "passages", "texts", "text", "intro", "introduction", "section_text")
+LINKED = {"question": TEXT, "table": TABLE, "answer": Maybe(KEY), "answer-text": Maybe(KEY), "question_id": SCALAR}
+LINKED |= dict.fromkeys(TEXTS, Maybe(PART))
 FORMATS = {"markdown": _markdown, "csv": _csv, "dataframe": _dataframe}
 
 
@@ -197,35 +205,33 @@ def _splits(train: str, test: str) -> dict[str, Split]:
 
 
 BENCHMARKS: dict[str, Benchmark] = {
-    "finqa": Benchmark(
-        "financial reports", _splits("train.json", "test.json"), _table_set("finqa", _finqa), ("qa", "table"), cut=_cut
-    ),
+    "finqa": Benchmark("financial reports", _splits("train.json", "test.json"), _table_set("finqa", _finqa), FINQA, cut=_cut),
     "hybridqa": Benchmark(
         "tables with linked texts",
         _splits("train*.json", "test*.json"),
         _table_set("hybridqa", _linked("hybridqa", "instruction")),
-        ("question", "table"),
+        LINKED,
         cut=_cut,
     ),
     "ottqa": Benchmark(
         "encyclopedia tables with linked texts",
         _splits("train*.json", "dev*.json"),
         _table_set("ottqa", _linked("ottqa", "question")),
-        ("question", "table"),
+        LINKED,
         cut=_cut,
     ),
     "multihiertt": Benchmark(
         "several tables of financial reports",
         _splits("*train*.json", "*test*.json"),
         _table_set("multihiertt", _multihiertt),
-        ("uid", "tables"),
+        {"uid": SCALAR, "tables": TABLE, "paragraphs": Maybe(PART), "table_description": Maybe(PART), "qa": Maybe(ASKED)},
         cut=_cut,
     ),
     "wikitq": Benchmark(
         "tables of Wikipedia",
         _splits("train.jsonl", "test.jsonl"),
         _table_set("wikitq", _wikitq, "table-qa"),
-        ("question", "answer", "table"),
+        ASKED | {"table": TABLE},
         cut=_cut,
     ),
 }

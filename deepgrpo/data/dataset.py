@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from deepgrpo.data import readers, templates
+from deepgrpo.data.cells import DataError
 from deepgrpo.data.contamination import overlap
 from deepgrpo.data.tokenizer import Tokenizer
-from deepgrpo.types import Ids, Problem
+from deepgrpo.types import Problem
 
 log = logging.getLogger(__name__)
 
@@ -22,19 +23,28 @@ PURPOSE = 0x0D47A  # keeps the order's random stream apart from all others of th
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What became of a file's rows: rows looked at, kept, without a usable key, longer than the prompt limit."""
+    """What became of a file's rows: rows looked at, problems kept, and the numbers of the rows that were left out.
+
+    bad_keys: without a usable key. overlong: longer than the prompt limit.
+    """
 
     spec: str
     rows: int
     kept: int
-    bad_keys: int
-    overlong: int
+    bad_keys: Sequence[int]
+    overlong: Sequence[int]
 
     def __str__(self) -> str:
-        left_out = (
-            f"{self.bad_keys} without a usable answer, {self.overlong} too long" if self.kept < self.rows else "none left out"
-        )
-        return f"{self.spec}: {self.kept} of {self.rows} problems ({left_out})"
+        reasons = (("without a usable answer", self.bad_keys), ("too long", self.overlong))
+        told = ", ".join(f"{len(numbers)} {reason} ({listed(numbers)})" for reason, numbers in reasons if numbers)
+        left = f"{self.rows - self.kept} left out: {told}" if told else "none left out"
+        return f"{self.spec}: {self.kept} of {self.rows} problems ({left})"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers of rows in words, the first few of many."""
+    more = ", ..." if len(numbers) > NAMED else ""
+    return f"row{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:NAMED]))}{more}"
 
 
 def load_problems(
@@ -53,35 +63,42 @@ def load_problems(
     if template not in templates.TEMPLATES:
         raise ValueError(f"data.template {template!r} is not one of {', '.join(templates.TEMPLATES)}")
     problems: list[Problem] = []
-    seen = bad_keys = overlong = 0
-    for row in readers.read(spec):
+    bad_keys, overlong, seen = [], [], 0
+    for number, row in enumerate(usable_rows(spec, template)):
         if limit and len(problems) == limit:
             break
         seen += 1
         if row.ground_truth is None:
-            bad_keys += 1
+            bad_keys.append(number)
             continue
-        ids = _prompt_ids(row, tokenizer, template, spec)
+        if row.messages is None:
+            ids = templates.TEMPLATES[template](row.question, tokenizer)
+        else:
+            ids = templates.messages_prompt(row.messages, tokenizer)
         if len(ids) > max_prompt_length:
-            overlong += 1
+            overlong.append(number)
             continue
         problems.append(Problem(len(problems), row.data_source, ids, row.ground_truth, row.question, row.extra))
+    report = Report(spec, seen, len(problems), bad_keys, overlong)
     if not problems:
-        raise ValueError(
-            f"data: nothing is left of {spec}: {seen} rows, {bad_keys} without a usable answer, {overlong} with prompts above "
-            f"data.max_prompt_length={max_prompt_length} tokens. Raise the limit or check the file"
-        )
-    return problems, Report(spec, seen, len(problems), bad_keys, overlong)
+        limit_key = f"data.max_prompt_length (now {max_prompt_length} tokens)"
+        raise DataError(f"data: nothing is left of {report}", f"raise --config.{limit_key}, or check the file")
+    return problems, report
 
 
-def _prompt_ids(row: readers.Row, tokenizer: Tokenizer, template: str, spec: str) -> Ids:
-    if row.messages is None:
-        return templates.TEMPLATES[template](row.question, tokenizer)
-    if template != "chat":
-        raise ValueError(
-            f"data: {spec} prescribes its own chat messages, so data.template={template} can't apply; set it to chat"
-        )
-    return templates.messages_prompt(row.messages, tokenizer)
+def usable_rows(spec: str, template: str) -> list[readers.Row]:
+    """The rows of a set that a run with this template can answer and grade, those without a key included; no tokenizer is needed.
+
+    Raises:
+      DataError, FileNotFoundError: the file, or some of its rows, cannot be used.
+    """
+    rows = readers.read_for_rollouts(spec)
+    if template != "chat" and any(row.messages is not None for row in rows):
+        what = f"data: {spec} prescribes its own chat messages, so data.template={template} can't apply"
+        raise DataError(what, "set it to chat: --config.data.template=chat")
+    if all(row.ground_truth is None for row in rows):
+        raise DataError(f"data: nothing is left of {spec}: none of its {len(rows)} rows has a usable answer", "check the file")
+    return rows
 
 
 def contamination(train: Sequence[Problem], held_out: Sequence[Problem]) -> int:
@@ -142,10 +159,10 @@ class Dataset:
     def batches_per_epoch(self) -> int:
         return len(self._problems) // self._batch_size
 
-    @property
-    def last_of_epoch(self) -> bool:
-        """Whether the batch that `next` returned last has left too few problems for another full one."""
-        return self._cursor + self._batch_size > len(self._problems)
+    def passes(self, least: int | None = None) -> int:
+        """Passes over the problems that are complete: too few are left for a batch of `least` problems (default: a full one)."""
+        least = self._batch_size if least is None else least
+        return self.epoch + (self._cursor + least > len(self._problems))
 
     def next(self, count: int | None = None) -> list[Problem]:
         """The next `count` problems (default: a full batch; fewer where hard states take their places).

@@ -11,6 +11,7 @@ from deepgrpo.data.tables import Row
 from deepgrpo.rewards import expression, forms, latex
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+UNUSABLE = frozenset(("", "None", "nan", "NaN", "null", "<NA>"))  # keys that a broken extraction or a table's gap leaves behind
 _MATH_MODE = re.compile(r"(?<!\\)\$")  # an escaped dollar is money
 
 
@@ -149,10 +150,10 @@ def clean_key(answer: Any) -> str:
 
 
 def keys(answer: Any, clean: bool = True) -> list[str] | None:
-    """All accepted answers of a row, each once; None if one is empty or the word None: traces of a broken extraction."""
+    """All accepted answers of a row, each once; None if one is empty or a word for nothing (`UNUSABLE`)."""
     answers = list(answer) if isinstance(answer, list | tuple) else [answer]
     texts = [clean_key(one) if clean else stored_key(one) for one in answers]
-    if not texts or any(one is None or text.strip() in ("", "None") for one, text in zip(answers, texts, strict=True)):
+    if not texts or any(one is None or text.strip() in UNUSABLE for one, text in zip(answers, texts, strict=True)):
         return None
     return list(dict.fromkeys(texts)) if clean else texts
 

@@ -5,9 +5,9 @@ import hashlib
 import json
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from deepgrpo.data import tables
+from deepgrpo.data import cells, tables
 
 _DATA_FILES = ("*.parquet", "*.arrow", "*.jsonl", "*.json", "*.txt", "*.md", "*.csv")
 _HELD_OUT = re.compile(r"(?:^|[^a-z])(?:test|dev|val|valid|validation|eval|evaluation|heldout)(?![a-z])")
@@ -73,7 +73,9 @@ def fetch(repository: str, revision: str | None) -> str:
         ) from error
 
 
-def load(place: pathlib.Path, name: str, split: Split, only: bool, columns: Sequence[str], allow_test: bool = False) -> Found:
+def load(
+    place: pathlib.Path, name: str, split: Split, only: bool, columns: Mapping[str, cells.Schema], allow_test: bool = False
+) -> Found:
     """The rows of one split.
 
     Args:

@@ -17,11 +17,12 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from deepgrpo.rewards import weighted
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.rubric import DEFAULT, Rubric, resolve
+from deepgrpo.rewards.sources import canonical
 from deepgrpo.types import Grade
 
 __all__ = ["GRADERS", "STEP_CHECKING", "Answer", "Grader", "Rubric", "check_sources", "grade", "leaks_answer", "rubric_of"]
@@ -114,7 +115,7 @@ def grader_of(source: str, rubric: Rubric) -> Grader:
     """
     own = rubric.own_graders().get(source)
     if own is None:
-        return GRADERS[source]
+        return GRADERS[canonical(source)]
     function = resolve(own)
     return Grader(own, ANY, seconds=getattr(function, "seconds", None), waits=getattr(function, "waits", False))
 
@@ -130,12 +131,25 @@ def check_sources(sources: Iterable[str], rubric: Rubric = DEFAULT) -> None:
     Raises:
       ValueError: names the unknown sources and the known ones.
     """
-    if unknown := sorted(set(sources) - GRADERS.keys() - rubric.own_graders().keys()):
+    if unknown := unknown_sources(sources, rubric):
+        known = ", ".join([*GRADERS, *rubric.own_graders()])
         raise ValueError(
-            f"no grader for data_source {', '.join(map(repr, unknown))}; known: {', '.join([*GRADERS, *rubric.own_graders()])}. "
-            "Correct the data set's data_source column, add a grader to deepgrpo/rewards/grade.py, or name yours: "
-            'rewards.graders=("SOURCE=package.module:function",)'
+            f"no grader for data_source {', '.join(map(repr, unknown))}; known: {known} -> {remedy_for(unknown, rubric)}"
         )
+
+
+def unknown_sources(sources: Iterable[str], rubric: Rubric = DEFAULT) -> list[str]:
+    return sorted(source for source in set(sources) - rubric.own_graders().keys() if canonical(source) not in GRADERS)
+
+
+def remedy_for(unknown: Sequence[str], rubric: Rubric = DEFAULT) -> str:
+    """The line that gives unknown sources a grader."""
+    own = [f"{source}={path}" for source, path in rubric.own_graders().items()]
+    line = ",".join([*own, *(f"{source}=deepgrpo.rewards.deepscaler:grade" for source in unknown)])
+    return (
+        f"--config.rewards.graders='{line}' marks an answer in a box or after 'Answer:' (a number after '####': "
+        "deepgrpo.rewards.gsm8k:grade); or name a grader of your own, package.module:function, or correct the column data_source"
+    )
 
 
 def prepare(sources: Iterable[str], rubric: Rubric) -> None:
@@ -173,6 +187,8 @@ _extras = functools.cache(weighted.extra_rewards)
 
 def _task_grade(answer: Answer, rubric: Rubric) -> Grade:
     grader = grader_of(answer.data_source, rubric)
+    if answer.data_source not in rubric.own_graders():
+        answer = dataclasses.replace(answer, data_source=canonical(answer.data_source))
     if answer.finish_reason == "length":
         return Grade(0.0, False, "truncated", right_prefix=0 if grader.checks_steps else None)
     if answer.finish_reason != "stop":
@@ -227,7 +243,7 @@ def leaks_answer(data_source: str, text: str) -> bool:
 
     Sources with a grader of the user's own are judged by every mark of a final answer that any grader here knows.
     """
-    grader = GRADERS.get(data_source, Grader("", ANY))
+    grader = GRADERS.get(canonical(data_source), Grader("", ANY))
     leaks = grader.leaks or sys.modules[resolve(grader.path).__module__].LEAK
     return _pattern(leaks).search(text) is not None
 

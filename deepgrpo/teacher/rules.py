@@ -3,12 +3,11 @@
 A rule keeps what is right of the student's text, verbatim, and goes on with the right steps.
 """
 
-import json
-import pathlib
 import re
 from collections.abc import Callable
 
-from deepgrpo.data import carry_chain
+from deepgrpo.data import carry_chain, tables
+from deepgrpo.data.cells import TEXT
 
 Correct = Callable[[str, str, str], str | None]  # (question, student's text, locked prefix) -> its continuation; None: no idea
 
@@ -57,11 +56,9 @@ def solutions_rule(path: str) -> Correct:
     with the reference solution.
 
     Raises:
-      ValueError: the file has no such rows; names it.
+      FileNotFoundError, DataError: no such file, or no such rows in it; names it.
     """
-    rows = [json.loads(line) for line in pathlib.Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
-    if not rows or not all({"question", "answer"} <= row.keys() for row in rows):
-        raise ValueError(f"{path}: expected JSONL rows with `question` and `answer`, as in GSM8K's train file")
+    rows = tables.read(path, {"question": TEXT, "answer": TEXT})
     answers = {row["question"].strip(): re.sub(r"<<[^>]*>>", "", row["answer"]) for row in rows}
 
     def correct(question: str, student: str, locked: str) -> str | None:

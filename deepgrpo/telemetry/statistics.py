@@ -1,7 +1,8 @@
 """Numbers about scored groups: what failed and why in training, and the scores of a validation."""
 
 import collections
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,15 @@ def validation_metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]
         if len(found) > 1:
             metrics[f"{section}/{AVERAGE}/{name}"] = float(np.mean(found))
     return metrics
+
+
+def choosing_metrics(sources: Iterable[str], n: int, prefix: str = "") -> list[str]:
+    """The validation metrics of these sources, with `n` answers to a problem, whose highest value is the best: of what may choose
+    a checkpoint."""
+    answer = dict.fromkeys(("reward", "finished", "completed", "response_length"), 0.0) | {"finish_reason": "stop"}
+    records = [answer | {"data_source": source, "group": source} for source in dict.fromkeys(sources) for _ in range(n)]
+    highest = re.compile(r"/(reward|finished|completed)/(mean@\d+|(best|worst)@\d+/mean)$")
+    return [prefix + name for name in validation_metrics(records) if highest.search(name)]
 
 
 def source_metrics(problems: Sequence[Sequence[Mapping[str, Any]]]) -> dict[tuple[str, str], float]:

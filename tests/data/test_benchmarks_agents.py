@@ -44,7 +44,7 @@ def test_dabench(tmp_path):
     )
     assert row["extra_info"]["workspace"].endswith("da-dev-tables")
     assert prompt_of(row) == "Question: mean?\nConstraints: none\nAnswer format: @mean[x]\nFile name: t.csv"
-    write(tmp_path / "source" / "da-dev-labels.jsonl", [{"id": 8, "common_answers": []}])
+    write(tmp_path / "source" / "da-dev-labels.jsonl", [{"id": 8, "common_answers": [["x", 1]]}])
     with pytest.raises(SystemExit, match="the ids of .* are not the same"):
         run("dabench", tmp_path)
 

@@ -70,7 +70,7 @@ def test_real_sets(data_folder, train, held_out, counts):
     from deepgrpo.data import tables
 
     questions = [
-        [row.get("problem", row.get("question")) for row in tables.read(str(data_folder / f"{name}.jsonl"), ())]
+        [row.get("problem", row.get("question")) for row in tables.read(str(data_folder / f"{name}.jsonl"), {})]
         for name in (train, held_out)
     ]
     found = overlap(*questions)

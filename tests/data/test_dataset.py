@@ -35,10 +35,10 @@ def test_overlong_and_keyless_rows_are_left_out_and_counted(tmp_path, tokenizer)
         (1, "also short", ["3"]),
         (2, "third", ["4"]),
     ]
-    assert (report.rows, report.kept, report.bad_keys, report.overlong) == (5, 3, 1, 1)
-    assert str(report).endswith("3 of 5 problems (1 without a usable answer, 1 too long)")
+    assert (report.rows, report.kept, report.bad_keys, report.overlong) == (5, 3, [2], [1])
+    assert str(report).endswith("3 of 5 problems (2 left out: 1 without a usable answer (row 2), 1 too long (row 1))")
     assert [p.question for p in load_problems(spec, tokenizer, "chat", 100, limit=2)[0]] == ["short", "also short"]
-    with pytest.raises(ValueError, match="nothing is left.*max_prompt_length=5"):
+    with pytest.raises(ValueError, match=r"nothing is left of .*: 0 of 5 .*max_prompt_length \(now 5 tokens\)"):
         load_problems(spec, tokenizer, "chat", 5)
     with pytest.raises(ValueError, match="'chatty' is not one of chat"):
         load_problems(spec, tokenizer, "chatty", 100)
@@ -64,8 +64,8 @@ def test_order_depends_on_seed_and_epoch_alone():
 def test_epochs_are_counted_and_the_partial_batch_dropped():
     dataset = Dataset(problems(10), 3, seed=0)
     assert dataset.batches_per_epoch == 3 and dataset.epoch == 0
-    seen = [(dataset.next() and dataset.epoch, dataset.last_of_epoch) for _ in range(5)]
-    assert seen == [(0, False), (0, False), (0, True), (1, False), (1, False)]
+    seen = [(dataset.next() and dataset.epoch, dataset.passes()) for _ in range(5)]
+    assert seen == [(0, 0), (0, 0), (0, 1), (1, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("taken", range(8))
@@ -75,7 +75,7 @@ def test_resume_equals_the_uninterrupted_run(taken):
     state = json.loads(json.dumps(whole.state()))
     resumed = Dataset(problems(10), 3, seed=5)
     resumed.restore(state)
-    assert (resumed.epoch, resumed.last_of_epoch) == (whole.epoch, whole.last_of_epoch)
+    assert (resumed.epoch, resumed.passes()) == (whole.epoch, whole.passes())
     assert indices(resumed, 7) == indices(whole, 7)
     assert resumed.state() == whole.state()
 

@@ -7,7 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from deepgrpo.data import readers
-from deepgrpo.rewards.grade import check_sources
+from deepgrpo.rewards.grade import GRADERS, Answer, check_sources, grade
+from deepgrpo.rewards.sources import ALIASES, canonical
 
 ROWS = [{"question": "2+3?", "answer": "It is 5.\n#### 5"}, {"question": "900+100?", "answer": "#### 1,000"}]
 
@@ -87,7 +88,7 @@ def test_generated_sets():
         ("gsm8k:{}/broken.jsonl", ValueError, "line 1 is not JSON"),
         ("gsm8k:{}/a.csv", ValueError, "unknown type '.csv'"),
         ("gsm8k:{}/dict", ValueError, "several splits; name one: .*train or .*test"),
-        ("gsm8k:{}", FileNotFoundError, "no data set in .*expected state.json"),
+        ("gsm8k:{}", ValueError, "no data set in .*expected state.json"),
         ("math:{}/other.jsonl", None, ""),
         ("arithmetic:train:lots", ValueError, "SPLIT:COUNT"),
         ("arithmetic:test:3", ValueError, "split must be one of"),
@@ -125,3 +126,33 @@ def test_real_sets(data_folder, spec, rows, bad_keys):
     read = readers.read(f"{name}:{data_folder / file}")
     assert len(read) == rows and sum(row.ground_truth is None for row in read) == bad_keys
     check_sources({row.data_source for row in read})
+
+
+def test_names_of_others_have_the_grader_that_their_answers_need():
+    assert {canonical(name) for name in ALIASES} <= GRADERS.keys() and all(
+        canonical(name) == name for name in GRADERS if "/" not in name
+    )
+    cases = {
+        "openai/gsm8k": "#### 34",
+        "HuggingFaceH4/MATH-500": r"\boxed{34}",
+        "math_dapo": "Answer: 34",
+        "aime2024": r"\boxed{34}",
+    }
+    for source, response in cases.items():
+        assert grade(Answer(source, "?", "", response, "stop", "34", {})).reward == 1.0, source
+
+
+@pytest.mark.parametrize(
+    ("row", "needs"),
+    [
+        ({}, ""),
+        ({"agent_name": "treerl_agent_loop"}, ""),
+        ({"agent_name": "tool_agent"}, "agent_name 'tool_agent'"),
+        ({"extra_info": {"tools_kwargs": {"a": None}}}, ""),  # filled in by Parquet
+        ({"extra_info": {"interaction_kwargs": {"name": "gsm8k"}}}, "extra_info.interaction_kwargs"),
+        ({"prompt": [{"role": "user"}, {"role": "assistant"}]}, "a last message of role 'assistant'"),
+        ({"prompt": [{"role": "user"}, {"role": "tool"}]}, "a message of role 'tool'"),
+    ],
+)
+def test_rows_of_loops_that_do_not_exist_are_recognised(row, needs):
+    assert readers.several_turns({"prompt": [{"role": "user"}]} | row) == needs

@@ -1,0 +1,73 @@
+"""What a run's data files can be told before anything is loaded: every file is read through the readers, without a tokenizer."""
+
+from typing import Any
+
+from deepgrpo.config.errors import Finding
+from deepgrpo.data import tables
+from deepgrpo.data.cells import TEXT, DataError
+from deepgrpo.data.dataset import listed, usable_rows
+from deepgrpo.rewards.grade import remedy_for, unknown_sources
+from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.telemetry.statistics import choosing_metrics
+
+KEYS = ("train", "validation", "selection")
+
+
+def data_problems(config: Any) -> list[Finding]:
+    """Every file that a run cannot use, and what its sets do not allow: one finding each."""
+    data, rubric = config.data, Rubric.from_config(config.rewards)
+    findings, absent = [], []
+    sources: dict[str, list[str]] = {key: [] for key in KEYS}  # of each usable row
+    for key in KEYS:
+        for spec in data[key]:
+            try:
+                rows = usable_rows(spec, data.template)
+            except FileNotFoundError as error:
+                absent.append(f"{str(error).removeprefix('data: ').partition(' does not exist')[0]} (data.{key})")
+                continue
+            except ValueError as error:
+                findings.append(_finding(error))
+                continue
+            found = [row.data_source for row in rows if row.ground_truth is not None]
+            sources[key] += found
+            if unknown := unknown_sources(found, rubric):
+                numbers = [n for n, row in enumerate(rows) if row.data_source in unknown]
+                names, file = ", ".join(map(repr, unknown)), spec.partition(":")[2]
+                what = f"data: {file}, {listed(numbers)}: no grader for data_source {names}"
+                findings.append(Finding(what, remedy_for(unknown, rubric)))
+    solutions = config.teacher.oracle_solutions
+    if solutions:
+        try:
+            tables.read(solutions, {"question": TEXT, "answer": TEXT})
+        except FileNotFoundError:
+            absent.append(f"{solutions} (teacher.oracle_solutions)")
+        except DataError as error:
+            findings.append(_finding(error))
+    if absent:
+        get = data.origin or "put the files there, or point --config.data.train and --config.data.validation at yours"
+        findings.insert(0, Finding(f"data: {', '.join(absent)} not found", get))
+    return findings or _of_sets(config, sources)
+
+
+def _finding(error: ValueError) -> Finding:
+    return Finding(error.what, error.remedy) if isinstance(error, DataError) else Finding(f"data: {error}", "name another set")
+
+
+def _of_sets(config: Any, sources: dict[str, list[str]]) -> list[Finding]:
+    """What the sets, each of them readable, do not allow."""
+    data, optim, findings = config.data, config.optim, []
+    count = min(len(sources["train"]), data.limit * len(data.train) or len(sources["train"]))
+    if data.train and data.batch_size > count:
+        what = f"data: a batch of data.batch_size={data.batch_size} can't be drawn from {count} training problems"
+        findings.append(Finding(what, f"set --config.data.batch_size (and optim.mini_batch_prompts) to at most {count}"))
+    steps_of_passes = config.train.epochs * (count // data.batch_size) if config.curriculum.injection_mode == "add" else 0
+    steps = config.train.steps or steps_of_passes  # 0: not known
+    if data.train and optim.warmup_steps and optim.warmup_steps >= steps > 0:
+        what = f"optim.warmup_steps={optim.warmup_steps}, but the run has {steps} steps: its learning rate never gets to optim.lr"
+        findings.append(Finding(f"schedule: {what}", f"set --config.optim.warmup_steps below {steps}, or lengthen the run"))
+    metric, chosen_by = config.checkpoint.best_metric, "selection" if data.selection else "validation"
+    known = choosing_metrics(sources[chosen_by], config.validation.n, "selection/" if data.selection else "")
+    if metric and config.validation.every and known and metric not in known:
+        what = f"checkpoint.best_metric={metric} is no score of data.{chosen_by} of which the highest is the best"
+        findings.append(Finding(f"checkpoint: {what}", f"set it to one of {', '.join(known)}"))
+    return findings

@@ -248,11 +248,6 @@ def size_rules(config: config_dict.ConfigDict) -> list[Rule]:
             "cuDNN's attention is for bfloat16; set model.dtype=bfloat16, or model.attention=xla",
         ),
         (
-            ("model.attention", "learner.buckets"),
-            config.model.attention not in ("auto", "cudnn") or not any(size % 2 for size in learner.buckets),
-            "cuDNN's attention wants even lengths; round learner.buckets up",
-        ),
-        (
             ("validation.n", "validation.temperature"),
             config.validation.n == 1 or config.validation.temperature > 0,
             "greedy answers to one problem are all the same; set validation.n=1 or a temperature above 0",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from deepgrpo.learner import distributed, flops, memory, nonfinite, packing, report, sharding
+from deepgrpo.learner import backends, distributed, flops, memory, nonfinite, packing, report, sharding
 from deepgrpo.learner import step as step_lib
 from deepgrpo.learner.clock import DeviceClock, PendingUpdate
 from deepgrpo.learner.minibatch import cut, partition, shuffled
@@ -22,7 +22,6 @@ from deepgrpo.learner.optim import Optim, learning_rate
 from deepgrpo.learner.packing import Batch, Shape
 from deepgrpo.learner.programs import Programs, abstract_state, batch_shapes
 from deepgrpo.learner.rows import Row, check_row
-from deepgrpo.model.attention import choose_backend
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import Placement, Transformer
 from deepgrpo.types import Ids, as_ids
@@ -69,8 +68,6 @@ class Learner:
         if temperature <= 0:
             raise ValueError(f"rollout.temperature is {temperature}, expected > 0: ratios need a distribution")
         self.mesh = sharding.make_mesh(learner["mesh"]) if mesh is None else mesh
-        backend = choose_backend(attention, self.mesh.devices.flat[0], dtype)
-        self.model = Transformer(model_config, dtype=dtype, remat=remat, placement=Placement(backend, sharding.rows(self.mesh)))
         self.vocab_size, self.num_real_ids = model_config.vocab_size, num_real_ids
         self.temperature = temperature
         self.objective = Objective.from_config(objective)
@@ -81,6 +78,8 @@ class Learner:
         self.teacher_rows, self.teacher_partial = teacher["mini_batch_rows"], teacher["allow_partial"]
         shards = sharding.batch_shards(self.mesh)
         self.shapes = batch_shapes(self.objective, optim, learner, rollout_n, max_rows, shards)
+        backend = backends.settle(attention, model_config, self.mesh, dtype, self.shapes[-1])
+        self.model = Transformer(model_config, dtype=dtype, remat=remat, placement=Placement(backend, sharding.rows(self.mesh)))
         self.mini_batch_by = "rows" if strict_reference else optim["mini_batch_by"]
         self.seed, self.total_steps, self.strict_reference = seed, total_steps, strict_reference
         self.peak_flops = learner["peak_flops"] or flops.peak(self.mesh.devices.flat[0].device_kind, jnp.dtype(dtype))

@@ -3,6 +3,7 @@
 Who sees whom is said once, by `Sight`, and each backend derives what it needs from that.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -81,12 +82,24 @@ def packed_attention(
     """
     if sight.context is not None:
         k, v = (jnp.concatenate([gather(x, sight.context.index), x], axis=1) for x in (k, v))
+    if backend != "xla":
+        k, v = (split_heads(x, placed) for x in (k, v))
     if backend == "cudnn":
         return attention_cudnn.attention(q, k, v, prepared)
     if backend == "splash":
         segments = None if sight.context is None else sight.context.segments
         return attention_splash.attention(q, k, v, sight.segments, segments, placed)
     return chunked_attention(q, k, v, sight)
+
+
+def split_heads(x: jax.Array, placed: Any) -> jax.Array:
+    """Keys or values [B, S, K, H] for queries whose heads are spread as `placed` says: where the devices do not divide K, each
+    head is repeated until they do, since a fused kernel runs on a device's own heads."""
+    axis = None if placed is None or len(placed.spec) < 3 else placed.spec[2]
+    if axis is None:
+        return x
+    repeats = math.lcm(x.shape[2], placed.mesh.shape[axis]) // x.shape[2]
+    return x if repeats == 1 else jax.lax.with_sharding_constraint(jnp.repeat(x, repeats, axis=2), placed)
 
 
 def gather(x: jax.Array, index: jax.Array) -> jax.Array:

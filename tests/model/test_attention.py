@@ -8,7 +8,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from deepgrpo.learner import sharding
 from deepgrpo.model import attention as module
-from deepgrpo.model import attention_cudnn
+from deepgrpo.model import attention_cudnn, attention_splash
 from deepgrpo.model.attention import (
     Context,
     Sight,
@@ -123,9 +123,48 @@ def test_cudnn_is_lowered_for_cuda_with_the_additive_mask(monkeypatch):
     assert text.count("@__cudnn$fmhaScaleBiasSoftmaxBackward") == 1 and text.count("@__cudnn$fmhaScaleBiasSoftmax(") == 1
     bias = np.asarray(attention_cudnn.bias(sight.mask(), jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_array_equal(bias[:, 0] == 0.0, np.asarray(sight.mask()))
-    assert np.all(np.isfinite(bias)) and np.all(bias[bias < 0] < -1e30)
-    with pytest.raises(ValueError, match="odd"):
-        attention_cudnn.attention(q[:, :5], k, v, bias)
+    assert set(np.unique(bias)) == {0.0, float(cudnn.get_large_negative_number(np.dtype(jnp.bfloat16)))}  # JAX's own value
+
+
+def by_xla(*qkv, implementation, **keys):
+    """What `jax.nn.dot_product_attention` asks of cuDNN, computed by XLA; lengths and head size must be those of a kernel."""
+    assert implementation == "cudnn" and not any(x.shape[1] % attention_cudnn.TILE or x.shape[3] % 8 for x in qkv)
+    return DOT_PRODUCT_ATTENTION(*qkv, implementation="xla", **keys)
+
+
+DOT_PRODUCT_ATTENTION = jax.nn.dot_product_attention
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "splash"])
+@pytest.mark.parametrize("queries", [7, 150, 400])
+def test_odd_lengths_and_head_sizes_are_filled_up(backend, queries, monkeypatch):
+    """Head size 4, a context of 4 tokens, rows of one block and of several: values, and gradients of what is not padding."""
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    qkv, sight = packed(queries)
+    weight = np.random.default_rng(2).normal(size=qkv[0].shape) * (np.asarray(sight.segments) > 0)[..., None, None]
+
+    def loss(backend):
+        return jax.jit(jax.value_and_grad(lambda qkv: jnp.sum(run(backend, qkv, sight) * weight)))(qkv)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * queries), loss("xla"), loss(backend))
+
+
+def test_blocks_divide_what_they_cut():
+    assert [attention_splash.block(n) for n in (128, 256, 384, 640, 1024, 1152, 6144)] == [128, 256, 384, 128, 512, 384, 512]
+
+
+@pytest.mark.parametrize(("kv_heads", "devices"), [(2, 3), (1, 2), (2, 2), (2, 6)])
+def test_kv_heads_that_the_mesh_does_not_divide_are_repeated(kv_heads, devices):
+    """6 query heads over 2, 3 or 6 devices: splash gives what xla does, in value and gradient."""
+    (q, k, v), sight = packed()
+    mesh = sharding.make_mesh((1, 1, devices), jax.devices()[:devices])
+    placed = jax.NamedSharding(mesh, jax.P(("data", "fsdp"), None, "tensor", None))
+
+    def loss(backend, placed):
+        of = lambda qkv: jnp.sum(run(backend, qkv, sight, placed)[:, :6] ** 2)  # noqa: E731
+        return jax.jit(jax.value_and_grad(of))([q, k[:, :, :kv_heads], v[:, :, :kv_heads]])
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), loss("splash", placed), loss("xla", None))
 
 
 def test_auto_is_the_fastest_that_the_device_has():

@@ -137,6 +137,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
     files = collections.Counter(source for problems in loaded.values() for source in {p.data_source for p in problems})
     named = {spec: [set_name(p.data_source, spec, files) for p in problems] for spec, problems in loaded.items()}
     left_out = {named[spec][0]: count for spec, count in lost.items()}
+    config.rewards.weight, config.rewards.extra = 1.0, ()  # an evaluation reports the task's own score, without bonuses
     rubric = rubric_of(config.rewards)
     check_sources(files, rubric)
 
@@ -186,6 +187,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
             part = loaded[spec][start : start + keys.chunk]
             prompts = [Prompt(p.prompt_ids, p, keys.n, f"{spec}#{p.index}") for p in part]
             groups = LOOPS[config.loop](setting, prompts, 0, f"evaluation:{file_of(spec)}:{start}")
+            service.end_step()
             entries = []
             for group in groups:
                 problem = group.prompt.problem

@@ -91,16 +91,20 @@ class Completion:
     version: int
 
 
+TASK = "task"  # the part of a grade that the task itself gives, beside bonuses
+
+
 @dataclasses.dataclass(frozen=True)
 class Grade:
-    """A grader's verdict. Three outcomes: `reward` > threshold is right, otherwise wrong, and None is *no verdict*.
+    """A grader's verdict. Three outcomes: `succeeds` is right, otherwise wrong, and a reward of None is *no verdict*.
 
-    reward: scalar, or None when the infrastructure failed; such a row leaves the batch and is counted, it is never a label.
+    reward: scalar, bonuses included, or None when the infrastructure failed; such a row leaves the batch and is counted, it is
+      never a label.
     completed: a gradable answer was found.
     reason: short code (`right`, `wrong`, `unformatted`, `truncated`, `timeout`, `crash`, ...), counted in metrics.
     answer: the extracted answer, for dumps.
     right_prefix: characters at the response's start that a step-checking grader found right; None from other graders.
-    parts: (name, value) of each reward that the total was weighted from; empty if the task's own is all there is.
+    parts: (name, value) of each reward that the total was weighted from, TASK among them; empty if the task's is all.
     """
 
     reward: float | None
@@ -109,6 +113,10 @@ class Grade:
     answer: str = ""
     right_prefix: int | None = None
     parts: tuple[tuple[str, float], ...] = ()
+
+    def succeeds(self, threshold: float) -> bool:
+        """Whether the task's own reward is above `threshold`: the one definition of success, which no bonus changes."""
+        return self.reward is not None and dict(self.parts).get(TASK, self.reward) > threshold
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,9 +154,9 @@ class Group:
         return [r for r in self.rollouts if r.reward is not None]
 
     def successes(self, threshold: float) -> tuple[int, int]:
-        """Returns (k_succ, k_total): rewards strictly above `threshold`, and rollouts with a verdict."""
-        rewards = [r.reward for r in self.verdicts()]
-        return sum(r > threshold for r in rewards), len(rewards)
+        """Returns (k_succ, k_total): rollouts that succeed (see `Grade.succeeds`), and rollouts with a verdict."""
+        judged = self.verdicts()
+        return sum(r.grade.succeeds(threshold) for r in judged), len(judged)
 
     def failures(self, threshold: float) -> list[Rollout]:
-        return [r for r in self.verdicts() if r.reward <= threshold]
+        return [r for r in self.verdicts() if not r.grade.succeeds(threshold)]

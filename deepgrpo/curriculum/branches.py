@@ -57,7 +57,7 @@ class Finder:
             if group.prompt.injected:
                 continue
             for j, rollout in enumerate(group.rollouts):
-                if rollout.reward is None or (self.only_on_low_quality and rollout.reward > self.threshold):
+                if rollout.reward is None or (self.only_on_low_quality and rollout.grade.succeeds(self.threshold)):
                     continue
                 response = rollout.completion.ids
                 segments = self.partition.segments(response)

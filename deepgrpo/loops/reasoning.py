@@ -2,12 +2,15 @@
 
 import concurrent.futures
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 from deepgrpo.loops.base import Setting
 from deepgrpo.rewards.grade import Answer
 from deepgrpo.rollout.engine import Request, sample_seed
 from deepgrpo.types import Completion, Grade, Group, Ids, Prompt, Rollout
+
+log = logging.getLogger(__name__)
 
 MEASURING = ("validation", "evaluation")  # how the purposes begin whose rollouts only measure; others train
 
@@ -21,7 +24,7 @@ def run(setting: Setting, prompts: Sequence[Prompt], step: int, purpose: str) ->
       step, purpose: name the random stream ("train", "validation"), together with the prompt's place in `prompts`.
 
     Raises:
-      TimeoutError: grading did not end within `setting.grading_deadline` seconds after the last completion.
+      TimeoutError: not one answer was graded within `setting.grading_deadline` seconds after the last completion.
     """
     requests = [
         Request(p.ids, tuple(sample_seed(setting.seed, step, purpose, i, j) for j in range(p.n))) for i, p in enumerate(prompts)
@@ -34,12 +37,12 @@ def run(setting: Setting, prompts: Sequence[Prompt], step: int, purpose: str) ->
             verdicts[i, j] = setting.grading.submit(as_answer(setting, prompts[i], completion, purpose))
 
     completions = setting.engine.generate(requests, setting.sampling, on_done=grade)
-    require_verdicts(setting, list(verdicts.values()), step)
+    wait_for_verdicts(setting, list(verdicts.values()), step)
     return [
         Group(
             p,
             tuple(
-                Rollout(full_is_truncated(setting, p, completion), verdicts[i, j].result())
+                Rollout(full_is_truncated(setting, p, completion), verdict_of(verdicts[i, j]))
                 for j, completion in enumerate(completions[i])
                 if (i, j) in verdicts
             ),
@@ -48,14 +51,27 @@ def run(setting: Setting, prompts: Sequence[Prompt], step: int, purpose: str) ->
     ]
 
 
-def require_verdicts(setting: Setting, verdicts: Sequence[concurrent.futures.Future[Grade]], step: int) -> None:
-    """Waits until all are there; raises TimeoutError after `setting.grading_deadline` seconds."""
-    _, late = concurrent.futures.wait(verdicts, timeout=setting.grading_deadline)
+def wait_for_verdicts(setting: Setting, verdicts: Sequence[concurrent.futures.Future[Grade]], step: int) -> None:
+    """Waits `setting.grading_deadline` seconds at most. An answer that is not graded by then has no verdict (`verdict_of`).
+
+    Raises:
+      TimeoutError: none is: that is the service, not the answers.
+    """
+    done, late = concurrent.futures.wait(verdicts, timeout=setting.grading_deadline)
+    for future in late:
+        future.cancel()
     if late:
-        raise TimeoutError(
-            f"step {step}: {len(late)} of {len(verdicts)} answers had no verdict {setting.grading_deadline:.0f} s "
-            "after the last rollout; the grading service hangs (rewards.workers, rewards.deadline)"
-        )
+        wait = f"{setting.grading_deadline:.0f} s after the last rollout"
+        said = f"step {step}: {len(late)} of {len(verdicts)} answers had no verdict {wait}"
+        if not done:
+            raise TimeoutError(f"{said}; the grading service hangs (rewards.workers, rewards.deadline)")
+        log.warning("%s, and are left out; more rewards.workers or a shorter rewards.deadline would help", said)
+
+
+def verdict_of(future: "concurrent.futures.Future[Grade]") -> Grade:
+    """What an answer's grading came to; it is not waited for."""
+    finished = future.done() and not future.cancelled()
+    return future.result() if finished else Grade(None, False, "unfinished")
 
 
 def full_is_truncated(setting: Setting, prompt: Prompt, completion: Completion) -> Completion:

@@ -74,7 +74,7 @@ def run(shape: Shape, setting: Setting, prompts: Sequence[Prompt], step: int, pu
         all that the prompt could have.
 
     Raises:
-      TimeoutError: grading did not end within `setting.grading_deadline` seconds after the last continuation.
+      TimeoutError: not one answer was graded within `setting.grading_deadline` seconds after the last continuation.
     """
     if purpose.startswith(reasoning.MEASURING):
         return reasoning.run(setting, prompts, step, purpose)
@@ -98,7 +98,7 @@ def run(shape: Shape, setting: Setting, prompts: Sequence[Prompt], step: int, pu
         for tree, responses in zip(grown, sample(setting, stems), strict=True):
             tree += responses
     verdicts = [response.verdict for forest in forests for tree in forest for response in tree]
-    reasoning.require_verdicts(setting, verdicts, step)
+    reasoning.wait_for_verdicts(setting, verdicts, step)
     return [scored(prompt, forest) for prompt, forest in zip(prompts, forests, strict=True)]
 
 
@@ -185,12 +185,12 @@ def scored(prompt: Prompt, forest: Sequence[Tree]) -> Group:
         offset = len(listed)
         for parent, length, response in segments(tree):
             parent = parent + offset if parent >= 0 else -1
-            reward = None if response is None else response.verdict.result().reward
+            reward = None if response is None else reasoning.verdict_of(response.verdict).reward
             listed.append(Segment(parent, length, response is not None, reward))
             responses += [] if response is None else [response]
     advantages: Iterator[np.ndarray] = iter(treerl_tree.token_advantages(listed))
     rollouts = []
     for response in responses:
-        grade = response.verdict.result()
+        grade = reasoning.verdict_of(response.verdict)
         rollouts.append(Rollout(response.completion, grade, None if grade.reward is None else next(advantages), response.start))
     return Group(dataclasses.replace(prompt, n=len(rollouts)), tuple(rollouts))

@@ -11,15 +11,13 @@ the configuration, rewards.graders=("SOURCE=my_package.my_module:grade",). A gra
 function: `grade.seconds = 60.0`, its deadline, and `grade.waits = True`, for workers that hold nobody else up.
 """
 
-import asyncio
 import dataclasses
 import functools
-import inspect
 import re
 import sys
 from collections.abc import Iterable, Sequence
 
-from deepgrpo.rewards import weighted
+from deepgrpo.rewards import verdict, weighted
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.rubric import DEFAULT, Rubric, resolve
 from deepgrpo.rewards.sources import canonical
@@ -177,9 +175,16 @@ def grade(answer: Answer, rubric: Rubric = DEFAULT, task: Grade | None = None) -
 
     Raises:
       ValueError: unknown data source, or a finish reason that isn't graded.
+      verdict.GraderFault: a function of the user's gave no usable verdict, or a grader an impossible one.
     """
     check_sources([answer.data_source], rubric)
-    return weighted.total(task or _task_grade(answer, rubric), answer, rubric.weight, _extras(rubric))
+    task = verdict.checked(task or _task_grade(answer, rubric), grader_name(answer.data_source, rubric))
+    return verdict.checked(weighted.total(task, answer, rubric.weight, _extras(rubric)), "rewards.extra")
+
+
+def grader_name(source: str, rubric: Rubric) -> str:
+    """What a fault of a source's grader is reported under: the path of the user's, or the source."""
+    return rubric.own_graders().get(source, f"the grader of {source}")
 
 
 _extras = functools.cache(weighted.extra_rewards)
@@ -197,15 +202,13 @@ def _task_grade(answer: Answer, rubric: Rubric) -> Grade:
         return _compatible(answer, grader, rubric)
     if grader.family and rubric.extract != "default":
         return _extracted(answer, grader, rubric.extract)
-    result = resolve(grader.path)(answer)
-    if inspect.iscoroutine(result):
-        result = asyncio.run(result)
-    return result if isinstance(result, Grade) else _from_number(result, answer.data_source)
-
-
-def _from_number(value: object, source: str) -> Grade:
-    """A user's grader may return a plain number."""
-    reward = weighted.as_reward(value, source)
+    path = rubric.own_graders().get(answer.data_source)
+    if path is None:
+        return resolve(grader.path)(answer)
+    result = verdict.called(path, resolve(path), answer)
+    if isinstance(result, Grade):
+        return result
+    reward = verdict.number(result, path)  # a user's grader may return a plain number
     return Grade(reward, True, "no_verdict" if reward is None else "right" if reward > 0 else "wrong")
 
 
@@ -233,6 +236,12 @@ def _extracted(answer: Answer, grader: Grader, extract: str) -> Grade:
     if grader.family == "number":
         return gsm8k.grade(dataclasses.replace(answer, response=text))
     return math.verdict(answer, latex.last_boxes(text) if "\\boxed" in text else [text])
+
+
+def user_functions(source: str, rubric: Rubric) -> list[str]:
+    """The functions of the user's that take part in grading a source. If one hangs, that says nothing about the answer."""
+    own = rubric.own_graders().get(source)
+    return [*([own] if own else []), *(name.rpartition(":")[2] for name in rubric.extra_weights() if ":" in name)]
 
 
 #### Locked prefixes

@@ -3,7 +3,7 @@
 The last answer pair of the response counts, if it stands outside of thoughts, queries and retrieved passages. It must say the
 same as one of the golden answers (see `normalise`). In training a part of the reward is for structure: prefix and response, one
 text, must be think -> (search -> information -> think)* -> answer, with nothing but white space in between. In validation the
-reward is plain 0 or 1. A wrong answer earns up to 0.2 in training: a threshold between failed and solved belongs above that.
+reward is plain 0 or 1. A wrong answer earns up to 0.2 in training, and is a failure all the same: success is the answer's part.
 """
 
 import collections
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from deepgrpo.rewards import normalise
 from deepgrpo.rewards.answer import Answer, own_words
-from deepgrpo.types import Grade
+from deepgrpo.types import TASK, Grade
 
 LEAK = r"<\s*/?\s*answer\b"  # whatever the case: a locked prefix with this has stated an answer, or has begun to
 
@@ -61,15 +61,17 @@ def grade(answer: Answer, training: Levels = TRAINING, validation: Levels = VALI
     levels = validation if answer.validation else training
     hit = levels.retrieved > 0 and valid and retrieved(response, golden)
     reason = "right" if right else "unformatted" if found is None else "wrong"
-    return Grade(_reward(levels, found is not None, right, valid, hit), found is not None, reason, (found or "")[:200])
+    return _grade(levels, found is not None, right, valid, hit, found is not None, reason, (found or "")[:200])
 
 
-def _reward(levels: Levels, answered: bool, right: bool, valid: bool, hit: bool) -> float:
+def _grade(levels: Levels, answered: bool, right: bool, valid: bool, hit: bool, completed: bool, reason: str, text: str) -> Grade:
+    """The grade of an outcome. What is not for the right answer itself is a part of its own: it makes no success."""
     if right:
-        return levels.right if valid else levels.right - levels.structure
-    if valid:
-        return levels.structure + levels.retrieved * hit
-    return levels.answered if answered else 0.0
+        reward = levels.right if valid else levels.right - levels.structure
+    else:
+        reward = levels.structure + levels.retrieved * hit if valid else levels.answered * answered
+    task = levels.right * right
+    return Grade(reward, completed, reason, text, parts=((TASK, task), ("structure", reward - task)) if reward != task else ())
 
 
 def golden_answers(ground_truth: str | Sequence[str]) -> list[str]:
@@ -156,7 +158,7 @@ def grade_strict_reference(answer: Answer) -> Grade:
     answered = len(found) > _PROMPT_PAIRS
     right = answered and without_punctuation(found[-1]) in golden
     reason = "right" if right else "wrong" if answered else "unformatted"
-    return Grade(_reward(levels, answered, right, valid, False), right, reason, found[-1].strip()[:200] if answered else "")
+    return _grade(levels, answered, right, valid, False, right, reason, found[-1].strip()[:200] if answered else "")
 
 
 def pairs(text: str, opening: str, closing: str) -> list[str]:

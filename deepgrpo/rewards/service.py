@@ -6,13 +6,16 @@ An answer has two attempts of half the deadline each, the second on a fresh work
     time used up twice, with the CPU at work                  -> the answer's own doing: wrong, reason "timeout"
     time used up twice, hardly any CPU (a busy host)          -> no verdict, reason "timeout"
     worker died twice (killed, crashed)                       -> no verdict, reason "crash"
-    the grader raised                                         -> no verdict, reason "error"; logged with its traceback
+    the grader raised, or returned no usable grade            -> no verdict, reason "error"; logged with its traceback
 
-A runaway in Python code is stopped by the worker's own CPU limit and is wrong at once. One thread a worker owns its process: it
-hands out one answer, waits at most half a deadline, kills and replaces. Graders that wait for others have workers of their own,
-so that they don't hold up arithmetic, and deadlines of their own; judges and programs are `external.ExternalGrading`'s business,
-to which the service hands their answers on. Verdicts are the same from any thread, from asyncio
-(`asyncio.wrap_future(service.submit(answer))`) and from pools, since no grader ever runs in the caller.
+Where a function of the user's takes part, being out of time is no verdict either, and an error's reason names the function; if it
+fails on every answer of a step, `end_step` ends the run. A runaway in Python code is stopped by the worker's own CPU limit.
+
+Each thread owns one worker process: it hands out one answer, waits at most half a deadline, kills, and takes the spare worker
+that stands ready; the verdict is handed out before anything is cleaned up. Workers inherit neither the trainer's environment nor
+its descriptors. Graders that wait for others have workers of their own, so that they don't hold up arithmetic, and deadlines of
+their own; judges and programs are `external.ExternalGrading`'s business, to which the service hands their answers on. Any thread,
+asyncio (`asyncio.wrap_future(service.submit(answer))`) and pools may ask, since no grader ever runs in the caller.
 """
 
 import collections
@@ -33,9 +36,11 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
+from deepgrpo.config.errors import ConfigError
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.grade import check_sources, external_sources, grader_of
+from deepgrpo.rewards.grade import check_sources, external_sources, grader_of, user_functions
 from deepgrpo.rewards.rubric import DEFAULT, Rubric
+from deepgrpo.rewards.verdict import GraderFault, checked
 from deepgrpo.types import Grade
 
 if TYPE_CHECKING:
@@ -43,6 +48,11 @@ if TYPE_CHECKING:
 
 WORKER = "deepgrpo.rewards.worker"  # the module that a worker process runs
 MATHEMATICS = ("GSM8K", "MATH")  # what workers get ready for where nobody says what will come
+KEPT = frozenset(  # environment variables that a worker inherits
+    ("PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONHASHSEED")
+    + ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+)
+COMMON_CAUSE = 4  # answers without a verdict, and none with one, that show that a function of the user's is at fault
 START_SECONDS = 120.0  # for a worker to import its graders, on a busy host
 RECYCLE = 5000  # answers after which a worker is replaced, against slow leaks
 CPU_SHARE = 0.4  # of an attempt's time: the CPU seconds after which a worker itself gives up (an ordinary answer takes 0.001)
@@ -96,22 +106,21 @@ class GradingService:
         )  # the longest, in s
         self._lock = threading.Lock()
         self._counters: collections.Counter[str] = collections.Counter()
+        self._working: set[str] = set()  # functions of the user's that gave a verdict
+        self._faults: dict[str, list[str]] = {}  # what went wrong with those that did not, by function
         self._closed = False
         self._closing, self._close_signal = multiprocessing.Pipe(duplex=False)  # readable once the service closes
-        direct = _Lane(tuple(sorted(sources - waiting)) or (() if waiting or outside else MATHEMATICS))
-        self._lanes = {True: _Lane(tuple(sorted(waiting))) if waiting else direct, False: direct}
-        lanes = [direct] * workers + [self._lanes[True]] * (waiting_workers if waiting else 0)
-        started = [Future() for _ in lanes]
-        self._threads = [
-            threading.Thread(target=self._run, args=task, name="grading", daemon=True)
-            for task in zip(lanes, started, strict=True)
-        ]
-        self._ends = lanes
-        for thread in self._threads:
-            thread.start()
+        direct = _Lane(tuple(sorted(sources - waiting)) or (() if waiting or outside else MATHEMATICS), rubric)
+        self._lanes = {True: _Lane(tuple(sorted(waiting)), rubric) if waiting else direct, False: direct}
+        self._ends = [direct] * workers + [self._lanes[True]] * (waiting_workers if waiting else 0)
+        self._threads: list[threading.Thread] = []
         try:
-            for future in started:
-                future.result(timeout=START_SECONDS + 5)
+            for lane in [*self._ends, *set(self._ends)]:  # one each, and one to spare
+                lane.ask_for_worker()
+            for lane in self._ends:
+                thread = threading.Thread(target=self._run, args=[lane, lane.first()], name="grading", daemon=True)
+                thread.start()
+                self._threads.append(thread)
         except BaseException:
             self.close()
             raise
@@ -177,6 +186,8 @@ class GradingService:
                     lane.queue.put(None)
         for thread in self._threads:
             thread.join()
+        for lane in set(self._lanes.values()):
+            lane.close()
 
     def __enter__(self) -> "GradingService":
         return self
@@ -184,98 +195,196 @@ class GradingService:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _run(self, lane: "_Lane", started: Future) -> None:
+    def _run(self, lane: "_Lane", worker: "_Worker | None") -> None:
         """A thread's life: one worker, replaced whenever it is killed, dies or has served its time."""
-        worker = None
-        try:
-            worker = _Worker(lane.sources, self._rubric)
-            started.set_result(None)
-        except Exception as error:
-            started.set_exception(error)
-            return
         while (task := lane.queue.get()) is not None:
             answer, future, known = task
             if self._closed:
                 future.cancel()
             if not future.set_running_or_notify_cancel():
+                self._count("unfinished")
                 continue
             try:
-                grade, worker = self._grade(answer, known, worker)
-                future.set_result(grade)
+                worker = self._grade(answer, known, future, lane, worker)
             except Exception as error:  # no worker can be started; whoever waits must learn it
+                worker = None
                 future.set_exception(error)
-        worker.stop()
+        if worker:
+            worker.stop()
 
-    def _grade(self, answer: Answer, known: Grade | None, worker: "_Worker") -> "tuple[Grade, _Worker]":
+    def _grade(
+        self, answer: Answer, known: Grade | None, future: Future, lane: "_Lane", worker: "_Worker | None"
+    ) -> "_Worker | None":
+        """Hands out the verdict on an answer; only then the worker that it may have cost is ended. Returns one that goes on."""
         own = grader_of(answer.data_source, self._rubric).seconds
         seconds, closing = (own or self._deadline) / 2, self._closing if own else None
-        for attempt in range(2):
-            if not worker.alive or worker.served >= RECYCLE:
-                worker = self._replaced(worker)
-            outcome = worker.grade(answer, known, seconds, closing)
-            if isinstance(outcome, Grade) or outcome == "closed":
-                break
-            self._count(f"killed/{outcome}" if outcome != "crash" else "worker_deaths")
-            worker = self._replaced(worker)
-            log.warning("grading %s: %s, attempt %d of 2", answer.data_source, outcome, attempt + 1)
-        if outcome == "stuck":
-            outcome = Grade(0.0, False, "timeout")
-        elif not isinstance(outcome, Grade):
-            outcome = Grade(None, False, {"starved": "timeout"}.get(outcome, outcome))
-        self._count("answers", f"reason/{outcome.reason}", *(["no_verdict"] if outcome.reward is None else []))
-        return outcome, worker
+        spent = []
+        try:
+            for attempt in range(2):
+                if worker is None or not worker.alive or worker.served >= RECYCLE:
+                    spent.append(worker)
+                    worker = self._replacement(lane)
+                outcome = worker.grade(answer, known, seconds, closing)
+                if isinstance(outcome, Grade | GraderFault) or outcome == "closed":
+                    break
+                self._count(f"killed/{outcome}" if outcome != "crash" else "worker_deaths")
+                log.warning("grading %s: %s, attempt %d of 2", answer.data_source, outcome, attempt + 1)
+                spent.append(worker)
+                worker = None
+            grade = self._verdict(answer, outcome)
+            self._count("answers", f"reason/{grade.reason}", *(["no_verdict"] if grade.reward is None else []))
+            future.set_result(grade)
+        finally:
+            for one in filter(None, spent):
+                one.stop()
+        return worker
 
-    def _replaced(self, worker: "_Worker") -> "_Worker":
-        worker.stop()
+    def _verdict(self, answer: Answer, outcome: "Grade | GraderFault | str") -> Grade:
+        """The grade that an outcome comes to. What functions of the user's did is kept for `end_step`."""
+        mine = user_functions(answer.data_source, self._rubric)
+        if isinstance(outcome, GraderFault):
+            log.error("%s gave no verdict on an answer of %s:\n%s", outcome.function, answer.data_source, outcome.detail)
+            name = outcome.function.rpartition(":")[2]
+            grade, told = Grade(None, False, f"error_{name}" if mine else "error"), (outcome.function, outcome.detail)
+        elif isinstance(outcome, str):
+            doing = outcome == "stuck" and not mine  # the answer's own
+            reason = {"starved": "timeout", "stuck": "timeout"}.get(outcome, outcome)
+            grade, told = Grade(0.0 if doing else None, False, reason), (" or ".join(mine), f"outcome of its process: {outcome}")
+        else:
+            grade, told = outcome, (" or ".join(mine), f"it returned None, or took too long ({outcome.reason})")
+        if mine and grade.reason not in ("closed", "truncated"):
+            with self._lock:
+                if grade.reward is None:
+                    self._faults.setdefault(told[0], []).append(told[1])
+                else:
+                    self._working.update([*mine, " or ".join(mine)])
+        return grade
+
+    def end_step(self) -> None:
+        """To be called when all answers of a step are graded.
+
+        Raises:
+          ConfigError: a function of the user's failed on every answer that there was so far: it is the function, not the answers.
+        """
+        with self._lock:
+            broken = {name: details for name, details in self._faults.items() if name not in self._working}
+            self._faults.clear()
+        for name, details in broken.items():
+            if len(details) >= COMMON_CAUSE:
+                raise ConfigError(
+                    f"rewards: {name} gave no verdict on any of {len(details)} answers; the first time:\n{details[0]}\n"
+                    "-> mend the function (it must return a finite number, a Grade or, now and then, None), or take it out of "
+                    "rewards.extra or rewards.graders"
+                )
+
+    def _replacement(self, lane: "_Lane") -> "_Worker":
         self._count("workers_started")
-        return _Worker(worker.sources, self._rubric)
+        return lane.take()
 
     def _count(self, *names: str) -> None:
         with self._lock:
             self._counters.update(names)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Lane:
-    """A queue and the sources that its workers are ready for. It holds a step's rollouts at most."""
+    """A queue of answers, and the workers that are ready for its sources: as many as threads asked for, and one to spare.
 
-    sources: tuple[str, ...]
-    queue: "queue.SimpleQueue[tuple[Answer, Future, Grade | None] | None]" = dataclasses.field(default_factory=queue.SimpleQueue)
+    One thread starts them all, since a worker dies with the thread that started it. The queue holds a step's rollouts at most.
+    """
+
+    def __init__(self, sources: tuple[str, ...], rubric: Rubric):
+        self.sources, self._rubric = sources, rubric
+        self.queue: queue.SimpleQueue[tuple[Answer, Future, Grade | None] | None] = queue.SimpleQueue()
+        self.ready: queue.SimpleQueue[_Worker | Exception] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._starter = threading.Thread(target=self._start_workers, name="grading-starter", daemon=True)
+        self._starter.start()
+
+    def ask_for_worker(self) -> None:
+        self._asked.put(True)
+
+    def take(self) -> "_Worker":
+        """A worker that is ready; another one is started in its place. Raises as `first`."""
+        self.ask_for_worker()
+        return self.first()
+
+    def first(self) -> "_Worker":
+        """A worker that was asked for.
+
+        Raises:
+          RuntimeError, OSError: it could not be started; holds what it wrote.
+        """
+        worker = self.ready.get()
+        if isinstance(worker, Exception):
+            raise worker
+        return worker
+
+    def close(self) -> None:
+        self._asked.put(False)
+        self._starter.join()
+        while not self.ready.empty():
+            if isinstance(worker := self.ready.get(), _Worker):
+                worker.stop()
+
+    def _start_workers(self) -> None:
+        while True:
+            asked = [self._asked.get()]
+            while not self._asked.empty():
+                asked.append(self._asked.get())
+            if not all(asked):
+                return
+            launched = [self._launch() for _ in asked]  # several at once import their graders side by side
+            for worker in launched:
+                try:
+                    self.ready.put(worker.when_ready() if isinstance(worker, _Worker) else worker)
+                except Exception as error:
+                    self.ready.put(error)
+
+    def _launch(self) -> "_Worker | Exception":
+        try:
+            return _Worker(self.sources, self._rubric)
+        except OSError as error:
+            return error
 
 
 class _Worker:
-    """One worker process. Used by the one thread that made it: on Linux the process dies with that thread."""
+    """One worker process. On Linux it dies with the thread that made it."""
 
     def __init__(self, sources: tuple[str, ...], rubric: Rubric):
-        self.sources = sources
         self.connection, theirs = multiprocessing.Pipe()
-        root = str(pathlib.Path(__file__).resolve().parents[2])
-        paths = dict.fromkeys([root, *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path])  # a user's graders, too
         settings = {"parent": os.getpid(), "sources": sources, "rubric": dataclasses.asdict(rubric)}
         command = [sys.executable, "-m", WORKER, str(theirs.fileno()), json.dumps(settings)]
-        with tempfile.TemporaryFile() as errors, theirs:
+        self.served, self._written = 0, tempfile.TemporaryFile()  # noqa: SIM115  (closed by `when_ready`)
+        with theirs:
             self.process = subprocess.Popen(
                 command,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                env=environment(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
+                stdout=self._written,
+                stderr=self._written,
                 start_new_session=True,  # a group of its own: what a grader has started ends with it
             )
-            theirs.close()
-            self.served = 0
-            if not (self.connection.poll(START_SECONDS) and _received(self.connection) == b"ready"):
-                self.stop()
-                errors.seek(0)
-                written = errors.read()[-2000:].decode(errors="replace")
-                raise RuntimeError(f"a grading worker did not start within {START_SECONDS:g} s; it wrote: {written or 'nothing'}")
+
+    def when_ready(self) -> "_Worker":
+        """Waits until the graders are imported.
+
+        Raises:
+          RuntimeError: they were not in time; holds what the process wrote.
+        """
+        with self._written as written:
+            if self.connection.poll(START_SECONDS) and _received(self.connection) == b"ready":
+                return self
+            self.stop()
+            written.seek(0)
+            said = written.read()[-2000:].decode(errors="replace")
+        raise RuntimeError(f"a grading worker did not start within {START_SECONDS:g} s; it wrote: {said or 'nothing'}")
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def grade(self, answer: Answer, known: Grade | None, seconds: float, closing: Connection | None) -> Grade | str:
+    def grade(self, answer: Answer, known: Grade | None, seconds: float, closing: Connection | None) -> Grade | GraderFault | str:
         """The grade, or what went wrong: "crash", "stuck" (a full CPU all the time), "starved" or "closed" (by `closing`)."""
         self.served += 1
         before = _cpu_seconds(self.process.pid)
@@ -293,11 +402,15 @@ class _Worker:
         reply = _received(self.connection)
         if reply is None:
             return "crash"
-        fields = json.loads(reply)
-        if "error" in fields:
-            log.error("the grader of %s failed:\n%s", answer.data_source, fields["error"])
-            return Grade(None, False, "error")
-        return Grade(**{**fields, "parts": tuple((name, value) for name, value in fields["parts"])})
+        try:
+            fields = json.loads(reply)
+            if "function" in fields:
+                return GraderFault(fields["function"], fields["detail"])
+            return checked(Grade(**fields), "a grading worker")
+        except (ValueError, TypeError):
+            return "crash"  # whatever wrote that was no worker
+        except GraderFault as fault:
+            return fault
 
     def stop(self) -> None:
         """Ends the process at once and reaps it."""
@@ -305,6 +418,14 @@ class _Worker:
         if self.alive:  # not yet reaped, so the group's number is still its own
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def environment() -> dict[str, str]:
+    """What a worker sees of the environment: no keys, no tokens. A grader of the user's gets what is named GRADER_*."""
+    root = str(pathlib.Path(__file__).resolve().parents[2])
+    paths = dict.fromkeys([root, *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path])  # a user's graders, too
+    kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(("LC_", "GRADER_"))}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _received(connection: Connection) -> bytes | None:

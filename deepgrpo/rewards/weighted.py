@@ -6,8 +6,8 @@ To add one: write a function of an Answer that returns a number (or None: no ver
 configuration: rewards.extra=("my_package.my_module:brevity=0.2",). It runs in the grading workers, under their deadline. A part
 without a verdict leaves the whole without one: a total that lacks a part would be a wrong label.
 
-Success, for curriculum and teacher, is total > rewards.threshold. With extra rewards a wrong answer may have a positive total:
-raise the threshold above what the extras alone can reach.
+Success, for curriculum, teacher and metrics, is the task's own part above rewards.threshold (`types.Grade.succeeds`): bonuses
+shape the reward that is learned from, and make no success of a failure.
 """
 
 import dataclasses
@@ -15,12 +15,10 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from deepgrpo.rewards import latex
+from deepgrpo.rewards import latex, verdict
 from deepgrpo.rewards.answer import Answer, own_words
 from deepgrpo.rewards.rubric import Rubric, resolve
-from deepgrpo.types import Grade, Group
-
-TASK = "task"  # the part that the source's grader gives
+from deepgrpo.types import TASK, Grade, Group
 
 
 def format_reward(answer: Answer) -> float:
@@ -74,35 +72,18 @@ def total(task: Grade, answer: Answer, weight: float, extras: Mapping[str, tuple
     """The task's grade with the weighted total as its reward, and its parts if there are extra ones.
 
     Raises:
-      TypeError, ValueError: an extra reward returned something other than a finite number or None.
+      verdict.GraderFault: an extra reward raised, or returned something other than a finite number or None.
     """
-    if task.reward is None:
+    if task.reward is None or (not extras and weight == 1.0):
         return task
-    if not extras:
-        return task if weight == 1.0 else _with(task, weight * task.reward, ((TASK, task.reward),))
-    parts, reward = [(TASK, task.reward)], weight * task.reward
+    parts, reward = list(task.parts or ((TASK, task.reward),)), weight * task.reward
     for name, (part_weight, function) in extras.items():
-        value = as_reward(function(answer), name)
+        value = verdict.number(verdict.called(name, function, answer), name)
         if value is None:
             return _with(task, None, ())
         parts.append((name, value))
         reward += part_weight * value
     return _with(task, reward, tuple(parts))
-
-
-def as_reward(value: object, name: str) -> float | None:
-    """What a user's function returned, as a reward.
-
-    Raises:
-      TypeError, ValueError: neither None nor a finite number.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, bool | int | float):
-        raise TypeError(f"reward {name} returned {type(value).__name__}, expected a number or None (no verdict)")
-    if not math.isfinite(value):
-        raise ValueError(f"reward {name} returned {value}; rewards must be finite")
-    return float(value)
 
 
 def _with(task: Grade, reward: float | None, parts: tuple[tuple[str, float], ...]) -> Grade:

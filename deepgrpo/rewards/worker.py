@@ -1,8 +1,8 @@
 """A grading worker: a process of its own that answers one message at a time. Started by `service`, never by hand.
 
 It is a plain subprocess, not a multiprocessing child: it imports neither the trainer's main module nor JAX. Messages are JSON in
-frames. The worker limits its memory and its CPU seconds an answer (a Python-level runaway becomes the verdict "timeout" here,
-without a kill), and dies with its parent. Graders run in its main thread, so libraries' own alarms work.
+frames. The worker limits its memory and its CPU seconds an answer (a Python-level runaway ends here, without a kill), and dies
+with its parent. Graders run in its main thread, so libraries' own alarms work. What they print is dropped.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 from deepgrpo.rewards import grade as graders
+from deepgrpo.rewards.verdict import GraderFault
 from deepgrpo.types import Grade
 
 MEMORY = 3 * 2**30  # bytes of address space; a soft limit, so that a sandbox that a grader starts may set its own
@@ -41,6 +42,10 @@ def main(descriptor: int, settings: str) -> None:
     graders.prepare(setting["sources"], rubric)
     gc.freeze()  # what is loaded stays
     connection = Connection(descriptor)
+    sys.stdout.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # until now the service read them, to say why a worker did not start
+        os.dup2(nowhere, stream)
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -57,7 +62,7 @@ def rubric_from(fields: dict) -> graders.Rubric:
 
 
 def _graded(answer: graders.Answer, rubric: graders.Rubric, task: Grade | None, cpu_seconds: float) -> dict:
-    """The grade as a dict, or {"error": traceback} for a fault of the grader itself."""
+    """The grade as a dict, or {"function": name, "detail": text} for a fault of a grader or a reward function."""
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
         try:
@@ -65,11 +70,13 @@ def _graded(answer: graders.Answer, rubric: graders.Rubric, task: Grade | None, 
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except OutOfTime:
-        grade = Grade(0.0, False, "timeout")
+        grade = Grade(None if graders.user_functions(answer.data_source, rubric) else 0.0, False, "timeout")
     except (MemoryError, RecursionError):
         grade = Grade(0.0, False, "too_complex")
+    except GraderFault as fault:
+        return {"function": fault.function, "detail": fault.detail[-4000:]}
     except Exception:
-        return {"error": traceback.format_exc()}
+        return {"function": graders.grader_name(answer.data_source, rubric), "detail": traceback.format_exc()[-4000:]}
     return dataclasses.asdict(grade)
 
 

@@ -80,7 +80,7 @@ class Annotator:
         Args:
           codec: over a tokenizer instance that nothing else uses.
           leaks: (data_source, text): whether the text holds a final answer already.
-          threshold: a correction's reward must be above it.
+          threshold: the task's own reward of a correction must be above it.
           stop_ids: the student's, the generation config's first one leading; it closes a suffix.
           splice: "text" | "tokens", see `deepgrpo.teacher.splice`. place: see `deepgrpo.teacher.cut`. seed: of its draws.
           prefix_aware: tell the teacher of the locked prefix (states of a pool), or of the plain problem only.
@@ -139,18 +139,17 @@ class Annotator:
         answer = Answer(problem.data_source, problem.question, "", whole, "stop", problem.ground_truth, problem.extra)
         try:
             grade = await asyncio.wait_for(asyncio.wrap_future(self._grader.submit(answer)), self._deadline)
-            reward = grade.reward
         except TimeoutError:
             log.error("the grader gave no verdict on a correction within %.0f s", self._deadline)
-            reward = None
+            grade = Grade(None, False, "timeout")
         except RuntimeError:
             log.exception("the grader cannot work; a correction has no verdict")
-            reward = None
-        if reward is None and not self._strict:
+            grade = Grade(None, False, "error")
+        if grade.reward is None and not self._strict:
             return Outcome(NO_VERDICT, deferred=True, splice=cut)
-        if reward is None or reward <= self._threshold:
+        if not grade.succeeds(self._threshold):
             return Outcome("reward_too_low", splice=cut)
-        correction = Correction(cut.prefix_ids, cut.suffix_ids, reward, cut.failed_suffix_ids)
+        correction = Correction(cut.prefix_ids, cut.suffix_ids, grade.reward, cut.failed_suffix_ids)
         return Outcome(ACCEPTED, correction, splice=cut)
 
     #### Tokenizer work (in the one thread that may touch the codec)

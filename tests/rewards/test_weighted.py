@@ -13,6 +13,7 @@ from deepgrpo.rewards import weighted
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.rubric import Rubric
 from deepgrpo.rewards.service import GradingService
+from deepgrpo.rewards.verdict import GraderFault
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
 
 MODULE = """
@@ -66,7 +67,7 @@ def test_nothing_changes_without_extra_rewards():
 def test_a_part_without_a_verdict_leaves_the_whole_without_one(mine):
     grade = graders.grade(number("#### 18"), Rubric(extra=(f"{mine}:silent=1",)))
     assert grade.reward is None and grade.reason == "no_part_verdict"
-    with pytest.raises(TypeError, match="reward broken returned str"):
+    with pytest.raises(GraderFault, match="broken: returned str"):
         graders.grade(number("#### 18"), Rubric(extra=(f"{mine}:broken=1",)))
 
 

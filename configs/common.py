@@ -121,7 +121,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.treerl.T = 2  # new continuations of a fork
 
     config.rewards = section()
-    config.rewards.threshold = 0.0  # success is reward > threshold; failure reward <= threshold
+    config.rewards.threshold = 0.0  # success: the task's own reward, without bonuses, is above it (types.Grade.succeeds)
     config.rewards.grader = (
         "typed"  # of mathematics: typed | compat_fast | compat_full (as the reference grades: rewards/strict.py)
     )
@@ -199,7 +199,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.branches.tokens_per_node = 50  # tp: tokens of a segment
     config.branches.n_segments = 5  # fp: segments of a response
     config.branches.snap_to_words = False  # tp: move a boundary back to the start of the word that it would cut
-    config.branches.only_on_low_quality = True  # branch only responses whose reward is at most rewards.threshold
+    config.branches.only_on_low_quality = True  # branch only failed responses
     config.branches.choose_by = "utility"  # among the candidates: utility (P(success) times ratio^position_bias) | random
     config.branches.prob_model = "logistic"  # of P(success) by position ratio: logistic (fitted to past branches) | uniform
     config.branches.position_bias = 2.0  # exponent of the position ratio: higher is deeper

@@ -303,6 +303,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
             ########################################################################################################
             with timer("gen"):
                 batch = ahead.result() if ahead else roll_out(setting, draw(step), step)
+            grading.end_step()
             groups = batch.groups
             watch.look(groups, step)
             ahead = None

@@ -46,6 +46,7 @@ def main(descriptor: int, settings: str) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # until now the service read them, to say why a worker did not start
         os.dup2(nowhere, stream)
+    os.close(nowhere)
     connection.send_bytes(b"ready")
     while True:
         try:

@@ -1,7 +1,8 @@
 """The interface of every curriculum: which states to roll out, what was learned from them, and work for the teacher.
 
 The training loop calls `wanted`, `sample`, `expand`, `observe`, `metrics`, `state`, `restore` and never asks which curriculum it
-has. The teacher's worker (another thread) calls `pending`, `dispatch`, `resolve` and `requeue`. Every method is atomic.
+has. The teacher's worker (another thread) calls `pending`, `dispatch`, `resolve`, `requeue`, `rest` and `withdraw`. Every method
+is atomic.
 """
 
 import dataclasses
@@ -98,6 +99,13 @@ class Curriculum:
     def requeue(self, failure: Failure) -> None:
         """Puts a dispatched failure back, dispatchable again: nothing was learned about it. Unknown ones are ignored."""
         raise ValueError(f"failure {failure.event} is not of this curriculum: it sends nothing to the teacher")
+
+    def rest(self, failure: Failure) -> None:
+        """Notes that nobody works on a failure in flight for now, so that it does not keep others of its state waiting."""
+
+    def withdraw(self, failure: Failure) -> bool:
+        """Whether an answer to a failure in flight could not be used any more; if so, it is no longer in flight, and counted."""
+        return False
 
     def pending(self) -> int:
         """Failures that `dispatch` could hand out now."""

@@ -31,7 +31,8 @@ class FailedRollout:
     """One failed rollout.
 
     group_id: of the rollouts that it was one of. state_ids: int32[len], what it started from (prompt and locked prefix).
-    response_ids: int32[len], what the student sampled. step: at which it was added; event: its number. The pool sets these two.
+    response_ids: int32[len], what the student sampled. step: at which it was added; event: its number; tick: when the teacher was
+    last given one of its state before it. The pool sets these three.
     """
 
     problem: Problem
@@ -40,6 +41,7 @@ class FailedRollout:
     response_ids: Ids
     step: int = NEVER
     event: int = NEVER
+    tick: int = 0
 
 
 def _number(failed: FailedRollout) -> int:
@@ -57,12 +59,15 @@ class FailedPool:
         priority: bool = False,
         max_per_state: int = 0,
         max_waiting: int = 0,
+        fair: bool = False,
     ):
         """Args:
           max_size: bounded: newest failures kept. max_age: bounded: steps after which an insertion drops a failure.
           priority: round robin over states, as above. `max_size` and `max_age` are not looked at then.
           max_per_state: priority: newest failures kept a state. max_waiting: priority: kept in all, the oldest dropped first.
             0: no bound (the reference).
+          fair: priority: of states that failed in the same step the one that was served least recently is next, whatever is taken
+            at once; False: the first of each call is the first to come (the reference).
 
         Raises:
           ValueError: a bound is negative.
@@ -71,9 +76,9 @@ class FailedPool:
         if wrong := [f"{name} must be >= 0, got {value}" for name, value in bounds.items() if value < 0]:
             raise ValueError(f"pool of failed rollouts: {'; '.join(wrong)}")
         self._priority = priority
-        self._waiting = _RoundRobin(max_per_state, max_waiting) if priority else _Bounded(max_size, max_age)
+        self._waiting = _RoundRobin(max_per_state, max_waiting, fair) if priority else _Bounded(max_size, max_age)
         self._in_flight: dict[int, FailedRollout] = {}
-        self._counts = dict.fromkeys(("enqueued", "dispatched", "dropped_capacity", "dropped_age"), 0)
+        self._counts = dict.fromkeys(("enqueued", "dispatched", "settled", "dropped_capacity", "dropped_age"), 0)
 
     def __len__(self) -> int:
         """Number of failures that wait."""
@@ -115,7 +120,9 @@ class FailedPool:
 
     def settle(self, event: int) -> FailedRollout | None:
         """Forgets a failure in flight, and returns it."""
-        return self._in_flight.pop(event, None)
+        failed = self._in_flight.pop(event, None)
+        self._counts["settled"] += failed is not None
+        return failed
 
     def requeue(self, event: int) -> None:
         """Puts a failure in flight back to its place by arrival."""
@@ -145,7 +152,7 @@ class FailedPool:
         priority, in_flight = bool(numbers.pop("priority")), numbers.pop("in_flight")
         self._waiting.clear()
         self._in_flight = {}
-        self._counts = numbers
+        self._counts = dict.fromkeys(self._counts, 0) | numbers  # an older snapshot has fewer
         if priority != self._priority:
             names = ("bounded", "priority")
             message = "%d failed rollouts were saved in %s mode, this pool is in %s mode: they are left out"
@@ -198,15 +205,15 @@ class _Bounded:
 class _RoundRobin:
     """A stack of failures a state; the states in the order in which they are served."""
 
-    def __init__(self, max_per_state: int, max_waiting: int):
-        self._max_per_state, self._max_waiting = max_per_state, max_waiting
-        self._next = 0
+    def __init__(self, max_per_state: int, max_waiting: int, fair: bool):
+        self._max_per_state, self._max_waiting, self._fair = max_per_state, max_waiting, fair
+        self._next = self._tick = 0
         self.clear()
 
     def clear(self) -> None:
         self._stacks: dict[bytes, list[FailedRollout]] = {}  # ascending by event; never empty
         self._ranks: dict[bytes, int] = {}  # of a stack: order of creation
-        self._order = SortedKeys()  # (-step of the newest, rank, key) of each stack
+        self._order = SortedKeys()  # (-step of the newest, tick, rank, key) of each stack
         self._arrivals = SortedKeys()  # (event, key) of each failure
 
     def __len__(self) -> int:
@@ -217,6 +224,7 @@ class _RoundRobin:
 
     def put_back(self, failed: FailedRollout) -> None:
         key = tree_key(failed.state_ids)
+        self._tick = max(self._tick, failed.tick)
         if key in self._stacks:
             self._order.remove(self._place(key))
             bisect.insort(self._stacks[key], failed, key=_number)
@@ -241,21 +249,26 @@ class _RoundRobin:
         taken: list[FailedRollout] = []
         while self._stacks and len(taken) < n:
             lap = list(itertools.islice(self._order, n - len(taken)))  # its order stands, though takings change newest steps
-            taken += [self._remove(key, -1) for _, _, key in lap]
+            taken += [self._remove(key, -1) for *_, key in lap]
         return taken
 
     def contents(self) -> list[list[FailedRollout]]:
         return [list(stack) for stack in self._stacks.values()]
 
-    def _place(self, key: bytes) -> tuple[int, int, bytes]:
-        return -self._stacks[key][-1].step, self._ranks[key], key
+    def _place(self, key: bytes) -> tuple[int, int, int, bytes]:
+        stack = self._stacks[key]
+        return -stack[-1].step, max(failed.tick for failed in stack), self._ranks[key], key
 
     def _remove(self, key: bytes, position: int) -> FailedRollout:
         self._order.remove(self._place(key))
-        failed = self._stacks[key].pop(position)
+        stack = self._stacks[key]
+        failed = stack.pop(position)
         self._arrivals.remove((failed.event, key))
-        if self._stacks[key]:
-            self._order.add(self._place(key))
-        else:
+        if not stack:
             del self._stacks[key], self._ranks[key]
+            return failed
+        if self._fair and position == -1:
+            self._tick += 1
+            stack[-1] = dataclasses.replace(stack[-1], tick=self._tick)
+        self._order.add(self._place(key))
         return failed

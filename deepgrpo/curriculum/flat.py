@@ -146,7 +146,12 @@ def create(config: ml_collections.ConfigDict) -> FlatCurriculum:
             cap_by=curriculum.flat_cap_by,
             max_size=curriculum.flat_max_size,
         ),
-        FailedPool(priority=True, max_per_state=curriculum.max_events_per_parent, max_waiting=curriculum.max_events),
+        FailedPool(
+            priority=True,
+            max_per_state=curriculum.max_events_per_parent,
+            max_waiting=curriculum.max_events,
+            fair=not config.strict_reference,
+        ),
         seed=config.seed,
         threshold=config.rewards.threshold,
         failures=curriculum.failures,

@@ -19,6 +19,8 @@ from deepgrpo.curriculum.forest_records import Annotation, tree_key
 from deepgrpo.learner.minibatch import injection_count
 from deepgrpo.types import Group, Ids, Problem
 
+IN_FLIGHT = 2  # failures of a tree that the teacher works on at once: a first answer may well serve its siblings
+
 
 @dataclasses.dataclass
 class _RootGroup:
@@ -163,6 +165,12 @@ class ForestCurriculum(Curriculum):
     def requeue(self, failure: Failure) -> None:
         self.pool.requeue(failure.event)
 
+    def rest(self, failure: Failure) -> None:
+        self.pool.rest(failure.event)
+
+    def withdraw(self, failure: Failure) -> bool:
+        return self.pool.withdraw(failure.event)
+
     def pending(self) -> int:
         return self.pool.pending()
 
@@ -188,6 +196,7 @@ def create(config: ml_collections.ConfigDict) -> ForestCurriculum:
         max_nodes_per_tree=config.curriculum.max_nodes_per_tree,
         drop_retired_events=config.curriculum.drop_retired_events,
         retire_after=config.curriculum.retire_after,
+        most_in_flight=0 if config.strict_reference else IN_FLIGHT,
     )
     if config.curriculum.start_from:
         forest_start.fill(pool, config)

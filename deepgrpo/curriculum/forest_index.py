@@ -15,14 +15,17 @@ from deepgrpo.curriculum.forest_records import Event, History, Node, Order, Tree
 class Index:
     """Trees, nodes and events, with what follows from them kept up to date at each transition."""
 
-    def __init__(self, *, track_arrivals: bool):
+    def __init__(self, *, track_arrivals: bool, most_in_flight: int = 0):
+        """`most_in_flight`: events of a tree that are worked on at once; 0: any number."""
+        self.most_in_flight = most_in_flight
         self.trees: dict[bytes, Tree] = {}
         self.nodes: dict[int, Node] = {}
         self.events: dict[int, Event] = {}
         self.in_flight: dict[int, Event] = {}
         self.by_rollout = SortedKeys()  # trees with a node in by_rollout, by rollout clock
         self.by_sft = SortedKeys()  # the same trees, by SFT clock
-        self.by_dispatch = SortedKeys()  # trees with a node in by_dispatch, by dispatch clock
+        self.resting: set[int] = set()  # events in flight that nobody works on
+        self.by_dispatch = SortedKeys()  # seats of the trees with a node in by_dispatch, but for those with enough in flight
         self.removable: dict[bytes, None] = {}  # trees without an active node and without events
         # Waiting events by age, only where a bound on all events needs the oldest. An OrderedDict, because finding the first
         # key of a plain dict walks over all that were deleted before it.
@@ -138,37 +141,55 @@ class Index:
                 self._offer(tree, node)
         self.removable.pop(tree.key, None)
 
-    def launch(self, tree: Tree, node: Node, step: int) -> Event:
+    def launch(self, tree: Tree, node: Node, step: int, tick: int) -> Event:
         """Puts the newest waiting event of an active node in flight and stamps the dispatch clocks of node and tree."""
         self.touch(tree)
+        self._withdraw(tree, node)
         event = node.waiting.pop()
         _, event_id, _, _ = event
         self.in_flight[event_id] = event
+        tree.busy += 1
         self._count_dispatchable([event], -1)
         if self.arrivals is not None:
             del self.arrivals[event_id]
-        # Leaving and re-entering the orders under the new clocks keeps the two levels consistent in every case.
-        self._withdraw(tree, node)
-        if tree.by_dispatch:
-            self.by_dispatch.remove(tree.order(tree.dispatch_clock))
-            self.by_dispatch.add(tree.order(step))
-        node.dispatch_clock = tree.dispatch_clock = step
+        node.dispatch_clock, node.dispatch_tick = tree.dispatch_clock, tree.dispatch_tick = step, tick
         if node.waiting:
             self._offer(tree, node)
+        self._seat(tree)
         return event
 
     def recall(self, event_id: int) -> None:
         """Undoes `launch` but for the clocks; no effect on an event that is not in flight."""
         if event_id not in self.in_flight:
             return
-        event = self.in_flight.pop(event_id)
+        event = self.in_flight[event_id]
         node = self.nodes[event[2]]
         tree = self.trees[node.tree]
         self.touch(tree)
+        self._land(tree, event_id)
         tree.num_events -= 1  # `push` counts it again
         self.push(tree, node, event)
         if self.arrivals is not None:
             self.arrivals.move_to_end(event_id, last=False)  # no younger than it was: it had been dispatched before
+
+    def rest(self, event_id: int) -> None:
+        """Notes that nobody works on an event in flight for now."""
+        if event_id in self.in_flight and event_id not in self.resting:
+            tree = self.trees[self.nodes[self.in_flight[event_id][2]].tree]
+            self.resting.add(event_id)
+            tree.busy -= 1
+            self._seat(tree)
+
+    def _land(self, tree: Tree, event_id: int) -> bool:
+        """Takes an event out of those in flight; False if it is none."""
+        if self.in_flight.pop(event_id, None) is None:
+            return False
+        if event_id in self.resting:
+            self.resting.remove(event_id)
+        else:
+            tree.busy -= 1
+            self._seat(tree)
+        return True
 
     def discard(self, event: Event) -> None:
         """Forgets an event, waiting or in flight."""
@@ -178,7 +199,7 @@ class Index:
         self.touch(tree)
         del self.events[event_id]
         tree.num_events -= 1
-        if self.in_flight.pop(event_id, None) is None:
+        if not self._land(tree, event_id):
             del node.waiting[bisect_left(node.waiting, event)]
             if self.arrivals is not None:
                 del self.arrivals[event_id]
@@ -203,10 +224,10 @@ class Index:
             tree = self.trees[node.tree]
             self.touch(tree)
             node.waiting = []
-            tree.by_dispatch = []
-            tree.num_events = 0
+            tree.by_dispatch, tree.seat = [], None
+            tree.num_events = tree.busy = 0
             self._settle(tree)
-        self.events, self.in_flight = {}, {}
+        self.events, self.in_flight, self.resting = {}, {}, set()
         self.by_dispatch = SortedKeys()
         self.num_dispatchable = 0
         self.dispatchable_steps.clear()
@@ -260,14 +281,23 @@ class Index:
             _add(self.candidates_histogram, after, +1)
 
     def _offer(self, tree: Tree, node: Node) -> None:
-        if not tree.by_dispatch:
-            self.by_dispatch.add(tree.order(tree.dispatch_clock))
-        insort(tree.by_dispatch, node.order(node.dispatch_clock))
+        insort(tree.by_dispatch, node.turn())
+        self._seat(tree)
 
     def _withdraw(self, tree: Tree, node: Node) -> None:
-        del tree.by_dispatch[bisect_left(tree.by_dispatch, node.order(node.dispatch_clock))]
-        if not tree.by_dispatch:
-            self.by_dispatch.remove(tree.order(tree.dispatch_clock))
+        del tree.by_dispatch[bisect_left(tree.by_dispatch, node.turn())]
+        self._seat(tree)
+
+    def _seat(self, tree: Tree) -> None:
+        """Moves a tree to where it belongs in the order of service."""
+        full = self.most_in_flight and tree.busy >= self.most_in_flight
+        seat = (tree.dispatch_clock, tree.dispatch_tick, tree.created_step, tree.key) if tree.by_dispatch and not full else None
+        if seat != tree.seat:
+            if tree.seat is not None:
+                self.by_dispatch.remove(tree.seat)
+            if seat is not None:
+                self.by_dispatch.add(seat)
+            tree.seat = seat
 
     def _settle(self, tree: Tree) -> None:
         if tree.num_active or tree.num_events:

@@ -24,13 +24,13 @@ from deepgrpo.curriculum.forest_records import (
     NEVER,
     SEEN,
     Annotation,
+    Bounds,
     Counters,
     Event,
     Node,
     Origin,
     SuffixEntry,
     Tree,
-    check_bounds,
     check_cap,
     digest,
     own_ids,
@@ -41,53 +41,20 @@ from deepgrpo.types import Ids, Problem
 
 
 class Forest:
-    """The pool. Bounds of 0 are no bounds; with all of them 0 and `drop_retired_events` off it behaves as the reference."""
+    """The pool."""
 
-    def __init__(
-        self,
-        *,
-        max_model_len: int | None = None,
-        min_remaining_tokens: int = 32,
-        max_events_per_parent: int = 0,
-        max_events: int = 0,
-        max_nodes_per_tree: int = 0,
-        drop_retired_events: bool = False,
-        retire_after: int = 1,
-    ):
-        """Args:
-          max_model_len: tokens of prompt plus response; None: no limit.
-          min_remaining_tokens: room that a state must leave for a response below `max_model_len`.
-          max_events_per_parent: newest waiting events kept a node.
-          max_events: waiting events kept in all, the oldest dropped first.
-          max_nodes_per_tree: root included; a full tree refuses children and takes no events.
-          drop_retired_events: forget a node's waiting events when it retires. Otherwise those of a node other than the root
-            wait for ever and keep their tree alive.
-          retire_after: groups in a row that must succeed as a whole before a state retires; a root retires with the first.
-
-        Raises:
-          ValueError: a bound is negative, `retire_after` is below 1, or `max_model_len` leaves no room.
-        """
-        check_bounds(
-            max_model_len,
-            retire_after=retire_after,
-            min_remaining_tokens=min_remaining_tokens,
-            max_events_per_parent=max_events_per_parent,
-            max_events=max_events,
-            max_nodes_per_tree=max_nodes_per_tree,
-        )
-        self.max_model_len = max_model_len
-        self.min_remaining_tokens = min_remaining_tokens
-        self.max_events_per_parent = max_events_per_parent
-        self.max_events = max_events
-        self.max_nodes_per_tree = max_nodes_per_tree
-        self.drop_retired_events = drop_retired_events
-        self.retire_after = retire_after
+    def __init__(self, **bounds: Any):
+        """`bounds`: the fields of `forest_records.Bounds`."""
+        self.bounds = Bounds(**bounds)
         self._lock = threading.Lock()
         self._state_lock = threading.Lock()  # one snapshot or restore at a time; taken before `_lock`
-        self._index = Index(track_arrivals=max_events > 0)
+        self._index = self._new_index()
         self._counters = Counters()
         self._next_node = self._next_event = 0
         self._captures = 0  # number of the last snapshot
+
+    def _new_index(self) -> Index:
+        return Index(track_arrivals=self.bounds.max_events > 0, most_in_flight=self.bounds.most_in_flight)
 
     def __len__(self) -> int:
         """Number of trees."""
@@ -166,14 +133,14 @@ class Forest:
             for response_ids in failed or ():
                 self._enqueue(tree, node, response_ids, step)
                 seen["events_added"] += 1
-        elif node.active and (node.parent is None or node.mastered_in_a_row >= self.retire_after):
+        elif node.active and (node.parent is None or node.mastered_in_a_row >= self.bounds.retire_after):
             index.set_active(tree, node, False)
             self._counters.deactivated += 1
             if node.parent is not None:
                 forest_history.mastered(index.history, tree, node, step)
             seen["node_deactivated"] = 1
             seen["root_deactivated" if node.parent is None else "node_retired"] = 1
-            if self.drop_retired_events:
+            if self.bounds.drop_retired_events:
                 self._counters.dropped_retired += index.discard_waiting(node)
 
     def _enqueue(self, tree: Tree, node: Node, response_ids: Ids, step: int) -> None:
@@ -186,15 +153,15 @@ class Forest:
             return
         index.push(tree, node, event)
         # Loops, not ifs: a forest restored under tighter bounds holds more than one event too many.
-        while self.max_events_per_parent and len(node.waiting) > self.max_events_per_parent:
+        while self.bounds.max_events_per_parent and len(node.waiting) > self.bounds.max_events_per_parent:
             index.discard(node.waiting[0])
             counters.dropped_capacity += 1
-        while self.max_events and len(index.events) - len(index.in_flight) > self.max_events:
+        while self.bounds.max_events and len(index.events) - len(index.in_flight) > self.bounds.max_events:
             index.discard(index.events[next(iter(index.arrivals))])
             counters.dropped_capacity += 1
 
     def _full(self, tree: Tree) -> bool:
-        return bool(self.max_nodes_per_tree) and len(tree.nodes) >= self.max_nodes_per_tree
+        return bool(self.bounds.max_nodes_per_tree) and len(tree.nodes) >= self.bounds.max_nodes_per_tree
 
     # ---- rolling states out
 
@@ -241,8 +208,8 @@ class Forest:
     def dispatch_teacher(self, max_items: int | None, step: int | None) -> list[Failure]:
         """Hands out up to `max_items` (None: all) events, at most one a tree; they are in flight until `teacher_result`.
 
-        Least recently served trees first, in each the least recently served node, of that its newest event. Events in flight
-        make neither tree nor node wait.
+        Least recently served trees first, in each the least recently served node, of that its newest event. A tree with
+        `most_in_flight` events in flight waits until one of them is answered, put back or rests.
         """
         if max_items is not None and max_items <= 0:
             return []
@@ -250,18 +217,39 @@ class Forest:
         with self._lock:
             index = self._index
             failures = []
-            for _, _, key in list(islice(index.by_dispatch, max_items)):
+            for _, _, _, key in list(islice(index.by_dispatch, max_items)):
                 tree = index.trees[key]
-                node = index.nodes[tree.by_dispatch[0][2]]
-                failed_step, event, _, response_ids = index.launch(tree, node, step)
+                node = index.nodes[tree.by_dispatch[0][-1]]
+                self._counters.dispatched += 1
+                tick = self._counters.dispatched if self.bounds.most_in_flight else 0
+                failed_step, event, _, response_ids = index.launch(tree, node, step, tick)
                 failures.append(Failure(event, tree.problem, node.ids, response_ids, failed_step))
-            self._counters.dispatched += len(failures)
             return failures
 
     def requeue(self, event: int) -> None:
         """Puts an event in flight back among the waiting ones: nothing was learned about it."""
         with self._lock:
             self._index.recall(event)
+
+    def rest(self, event: int) -> None:
+        """Notes that nobody works on an event in flight for now: it no longer counts among its tree's `most_in_flight`."""
+        with self._lock:
+            self._index.rest(event)
+
+    def withdraw(self, event: int) -> bool:
+        """Whether `teacher_result` could only find the event stale; if so, it is counted as that now."""
+        with self._lock:
+            found = self._index.events.get(event)
+            return found is None or self._stale(found)
+
+    def _stale(self, event: Event) -> bool:
+        """Drops and counts an event whose node is retired."""
+        if self._index.nodes[event[2]].active:
+            return False
+        self._index.discard(event)
+        self._counters.stale_parent_inactive += 1
+        self._counters.stale += 1
+        return True
 
     def teacher_result(
         self, event: int, annotation: Annotation | None, step: int, *, success: bool = True
@@ -279,14 +267,11 @@ class Forest:
             if answered is None:
                 counters.stale += 1
                 return "stale_unknown_event", None
-            index.discard(answered)
-            _, _, handle, _ = answered
-            parent = index.nodes[handle]
-            tree = index.trees[parent.tree]
-            if not parent.active:
-                counters.stale_parent_inactive += 1
-                counters.stale += 1
+            if self._stale(answered):
                 return "stale_parent_inactive", None
+            index.discard(answered)
+            parent = index.nodes[answered[2]]
+            tree = index.trees[parent.tree]
             if not success or annotation is None:
                 counters.failed += 1
                 return "failed", None
@@ -308,7 +293,7 @@ class Forest:
         known = len(parent.ids)
         if len(state_ids) <= known or not np.array_equal(state_ids[:known], parent.ids):
             return False
-        return self.max_model_len is None or len(state_ids) + self.min_remaining_tokens <= self.max_model_len
+        return self.bounds.max_model_len is None or len(state_ids) + self.bounds.min_remaining_tokens <= self.bounds.max_model_len
 
     def _insert(self, tree: Tree, parent: Node, event: Event, annotation: Annotation, step: int) -> int:
         index, (event_step, event_id, _, response_ids) = self._index, event
@@ -490,7 +475,7 @@ class Forest:
         Raises:
           ValueError: the folder's pool type or format version is another one.
         """
-        index = Index(track_arrivals=self.max_events > 0)
+        index = self._new_index()
         counters = forest_state.read(folder, index)
         next_node, next_event = counters.pop("next_node"), counters.pop("next_event")
         with self._state_lock, self._lock:

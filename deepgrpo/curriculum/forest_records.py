@@ -15,6 +15,8 @@ SEEN = ("tree_created", "root_deactivated", "node_deactivated", "node_reactivate
 SEEN += ("observations_recorded",)
 
 Order = tuple[int, int, int]  # (clock, created_step, id) of a node
+Turn = tuple[int, int, int, int]  # (dispatch clock, tick, created_step, id) of a node
+Seat = tuple[int, int, int, bytes]  # the same of a tree, with its key
 
 
 def tree_key(prompt_ids: Ids) -> bytes:
@@ -31,6 +33,47 @@ def own_ids(ids: np.ndarray) -> Ids:
     if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.base is None and not ids.flags.writeable:
         return ids
     return as_ids(ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What a forest may hold. Bounds of 0 are no bounds; with all of them 0 and `drop_retired_events` off it behaves as the
+    reference.
+
+    max_model_len: tokens of prompt plus response; None: no limit.
+    min_remaining_tokens: room that a state must leave for a response below `max_model_len`.
+    max_events_per_parent: newest waiting events kept a node.
+    max_events: waiting events kept in all, the oldest dropped first.
+    max_nodes_per_tree: root included; a full tree refuses children and takes no events.
+    drop_retired_events: forget a node's waiting events when it retires. Otherwise those of a node other than the root wait for
+      ever and keep their tree alive.
+    retire_after: groups in a row that must succeed as a whole before a state retires; a root retires with the first.
+    most_in_flight: events of a tree that the teacher works on at once; trees, and states in a tree, are then served in turn. 0:
+      any number, and within a step the oldest tree and state first.
+    """
+
+    max_model_len: int | None = None
+    min_remaining_tokens: int = 32
+    max_events_per_parent: int = 0
+    max_events: int = 0
+    max_nodes_per_tree: int = 0
+    drop_retired_events: bool = False
+    retire_after: int = 1
+    most_in_flight: int = 0
+
+    def __post_init__(self):
+        """Raises:
+        ValueError: a bound is negative, `retire_after` is below 1, or `max_model_len` leaves no room.
+        """
+        numbers = {name: value for name, value in dataclasses.asdict(self).items() if name != "max_model_len"}
+        least = {"retire_after": 1}
+        if wrong := [f"{name} must be >= {least.get(name, 0)}, got {n}" for name, n in numbers.items() if n < least.get(name, 0)]:
+            raise ValueError("; ".join(f"curriculum.{text}" for text in wrong))
+        if self.max_model_len is not None and self.max_model_len <= self.min_remaining_tokens:
+            raise ValueError(
+                f"rollout.max_model_len ({self.max_model_len}) must exceed curriculum.min_remaining_tokens "
+                f"({self.min_remaining_tokens}): no state could leave room for a response"
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,6 +177,7 @@ class Node:
     last_k_total: int | None = None
     rollout_clock: int = NEVER  # stamped by sampling and by observation
     dispatch_clock: int = NEVER
+    dispatch_tick: int = 0  # number of the last event that the teacher was given, among all; 0 where the order is the reference's
     sft_clock: int = NEVER
     last_success_step: int = NEVER
     last_fail_step: int = NEVER
@@ -145,6 +189,9 @@ class Node:
 
     def order(self, clock: int) -> Order:
         return clock, self.created_step, self.id
+
+    def turn(self) -> Turn:
+        return self.dispatch_clock, self.dispatch_tick, self.created_step, self.id
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -158,12 +205,15 @@ class Tree:
     last_updated_step: int
     rollout_clock: int = NEVER
     dispatch_clock: int = NEVER
+    dispatch_tick: int = 0  # as of a node
     sft_clock: int = NEVER
     num_active: int = 0
     num_events: int = 0  # waiting and in flight
+    busy: int = 0  # events in flight that are worked on
     by_rollout: list[Order] = dataclasses.field(default_factory=list)  # active nodes except the root
     by_sft: list[Order] = dataclasses.field(default_factory=list)  # the same nodes
-    by_dispatch: list[Order] = dataclasses.field(default_factory=list)  # active nodes with waiting events
+    by_dispatch: list[Turn] = dataclasses.field(default_factory=list)  # active nodes with waiting events
+    seat: Seat | None = None  # its place in the index's order of service; None: it has nothing to serve now
     digests: dict[bytes, int] = dataclasses.field(default_factory=dict)  # of all states but the prompt -> node id
     captured: int = 0  # number of the last capture that has this tree's content
     mastered: int = 0  # states other than the root that retired
@@ -187,22 +237,6 @@ def suffix_entry(tree: Tree, node: Node) -> SuffixEntry:
         suffix_ids=node.origin.suffix_ids,
         reward=node.origin.reward,
     )
-
-
-def check_bounds(max_model_len: int | None, *, retire_after: int, min_remaining_tokens: int, **others: int) -> None:
-    """Raises:
-    ValueError: a bound is negative, `retire_after` is below 1, or `max_model_len` leaves no room.
-    """
-    bounds = {"min_remaining_tokens": min_remaining_tokens, **others}
-    if wrong := [f"curriculum.{name} must be >= 0, got {value}" for name, value in bounds.items() if value < 0]:
-        raise ValueError("; ".join(wrong))
-    if retire_after < 1:
-        raise ValueError(f"curriculum.retire_after must be >= 1, got {retire_after}")
-    if max_model_len is not None and max_model_len <= min_remaining_tokens:
-        raise ValueError(
-            f"rollout.max_model_len ({max_model_len}) must exceed curriculum.min_remaining_tokens ({min_remaining_tokens}): "
-            "no state could leave room for a response"
-        )
 
 
 def check_cap(max_nodes_per_tree: int | None) -> None:

@@ -42,9 +42,9 @@ def fill(pool: Forest, config: ml_collections.ConfigDict) -> None:
 
 
 def check_room(saved: forest_tools.Saved, pool: Forest) -> None:
-    if pool.max_model_len is None:
+    if pool.bounds.max_model_len is None:
         return
-    longest = pool.max_model_len - pool.min_remaining_tokens
+    longest = pool.bounds.max_model_len - pool.bounds.min_remaining_tokens
     sizes = [len(node.ids) for node in saved.nodes() if node.parent is not None and len(node.ids) > longest]
     if sizes:
         raise ValueError(

@@ -35,7 +35,16 @@ POOL, VERSION = "forest", 1
 _SLICE = 2000  # trees, nodes and events copied under one hold of the lock: about 1 ms
 
 _TREE_HISTORY = ("mastered", "before_succ", "before_total", "after_succ", "after_total")
-_TREE_COLUMNS = ("created_step", "last_updated_step", "rollout_clock", "dispatch_clock", "sft_clock", "num_nodes", *_TREE_HISTORY)
+_TREE_COLUMNS = (
+    "created_step",
+    "last_updated_step",
+    "rollout_clock",
+    "dispatch_clock",
+    "dispatch_tick",
+    "sft_clock",
+    "num_nodes",
+)
+_TREE_COLUMNS += _TREE_HISTORY
 _NODE_COLUMNS = (  # what can change after a node's creation
     "active",
     "observations",
@@ -43,13 +52,14 @@ _NODE_COLUMNS = (  # what can change after a node's creation
     "last_k_total",
     "rollout_clock",
     "dispatch_clock",
+    "dispatch_tick",
     "sft_clock",
     "last_success_step",
     "last_fail_step",
     "sft_updates",
     "mastered_in_a_row",
 )
-_YOUNGER = ("mastered_in_a_row", *_TREE_HISTORY)  # columns that older snapshots lack: all 0 in them
+_YOUNGER = ("mastered_in_a_row", "dispatch_tick", *_TREE_HISTORY)  # columns that older snapshots lack: all 0 in them
 
 
 @dataclasses.dataclass
@@ -63,13 +73,13 @@ class Rows:
     waiting: list[Event] = dataclasses.field(default_factory=list)
 
     def add(self, tree: Tree) -> None:
-        clocks = tree.rollout_clock, tree.dispatch_clock, tree.sft_clock
+        clocks = tree.rollout_clock, tree.dispatch_clock, tree.dispatch_tick, tree.sft_clock
         history = tree.mastered, tree.before_succ, tree.before_total, tree.after_succ, tree.after_total
         self.trees.extend((tree.created_step, tree.last_updated_step, *clocks, len(tree.nodes), *history))
         self.problems.append(tree.problem)
         for node in tree.nodes:
             counts = node.last_k_succ or 0, node.last_k_total or 0  # None iff there is no observation
-            clocks = node.rollout_clock, node.dispatch_clock, node.sft_clock
+            clocks = node.rollout_clock, node.dispatch_clock, node.dispatch_tick, node.sft_clock
             steps = node.last_success_step, node.last_fail_step
             self.nodes.extend(
                 (node.active, node.observations, *counts, *clocks, *steps, node.sft_updates, node.mastered_in_a_row)

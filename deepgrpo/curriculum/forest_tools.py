@@ -18,13 +18,14 @@ from deepgrpo.curriculum.forest_records import NEVER, Counters, Event, History, 
 from deepgrpo.types import Problem
 
 _CLOCKS = ("rollout_clock", "dispatch_clock", "sft_clock")
-_LATER, _EARLIER = (*_CLOCKS, "last_updated_step"), ("created_step",)  # how a tree's numbers are merged; others are added up
+_LATER = (*_CLOCKS, "dispatch_tick", "last_updated_step", "last_success_step", "last_fail_step")  # how numbers are merged
+_EARLIER = ("created_step",)  # a tree's others are added up
 _OWN = ("key", "problem", "nodes")  # a tree's fields that are no numbers, and those that the index derives from its nodes
-_DERIVED = ("num_active", "num_events", "by_rollout", "by_sft", "by_dispatch", "digests", "captured")
+_DERIVED = ("num_active", "num_events", "by_rollout", "by_sft", "by_dispatch", "busy", "seat", "digests", "captured")
 _NUMBERS = tuple(field.name for field in dataclasses.fields(Tree) if field.name not in (*_OWN, *_DERIVED))
 _NEW_NODE = dict.fromkeys((*_CLOCKS, "last_success_step", "last_fail_step"), NEVER)
 _NEW_NODE |= {"created_step": 0, "observations": 0, "last_k_succ": None, "last_k_total": None}
-_NEW_NODE |= {"sft_updates": 0, "mastered_in_a_row": 0}
+_NEW_NODE |= {"dispatch_tick": 0, "sft_updates": 0, "mastered_in_a_row": 0}
 _COMPARED = ("active", "observations", "last_k_succ", "last_k_total", "created_step", *_CLOCKS)
 _COMPARED += ("last_success_step", "last_fail_step", "sft_updates", "mastered_in_a_row")
 
@@ -179,7 +180,7 @@ def _merged_node(a: Node, b: Node, a_is_older: bool) -> Node:
     last = max(
         observed, key=lambda node: (node.rollout_clock, -node.last_k_succ / node.last_k_total, node.last_k_total), default=a
     )
-    changes = {name: max(getattr(a, name), getattr(b, name)) for name in (*_CLOCKS, "last_success_step", "last_fail_step")}
+    changes = {name: max(getattr(a, name), getattr(b, name)) for name in _LATER if hasattr(a, name)}
     changes |= {name: getattr(last, name) for name in ("last_k_succ", "last_k_total", "mastered_in_a_row")}
     changes |= {name: getattr(a, name) + getattr(b, name) for name in ("observations", "sft_updates")}
     changes |= {name: getattr(older, name) for name in ("parent", "origin", "created_step")}

@@ -78,4 +78,12 @@ def open_teacher(
         deadline=teacher.deadline,
         strict_reference=config.strict_reference,
     )
-    return TeacherWorker(curriculum, annotator, max_concurrent=teacher.max_concurrent, synchronous=teacher.synchronous)
+    return TeacherWorker(
+        curriculum,
+        annotator,
+        max_concurrent=teacher.max_concurrent,
+        synchronous=teacher.synchronous,
+        patience=teacher.breaker_failures,
+        outage=teacher.breaker_seconds,
+        strict_reference=config.strict_reference,
+    )

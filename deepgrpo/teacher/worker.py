@@ -4,8 +4,9 @@ Two ways to run. Asynchronous: corrections go on beside training, `max_concurren
 there is work. Synchronous: nothing moves until `drain`, which has all pending failures corrected and hands the results back in
 the order of dispatch, so that a run does not depend on timing.
 
-No failure is lost: one whose annotation was cut short or said nothing about it (endpoint down, budget spent, no verdict, thread
-stopping) is put back with `requeue`.
+No failure is lost, and none is counted as rejected without an answer. One whose annotation was cut short goes back into the pool.
+One that was deferred (endpoint down, budget spent, no verdict, a crash) is held back alone, twice as long each time, while the
+others go on; only after several in a row nothing is asked for as long as the client's breaker would stay open.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from deepgrpo.curriculum.base import Curriculum, Failure
 from deepgrpo.endpoint.cache import ReplayMiss
@@ -25,7 +26,8 @@ from deepgrpo.teacher.annotate import Outcome
 log = logging.getLogger(__name__)
 
 EVERYTHING = 1 << 30  # more failures than a pool holds
-PAUSE_CAP = 30.0  # seconds: longest pause after deferrals or crashes in a row
+LONGEST_HOLD = 4096  # pauses: most that one failure is held back
+GRACE = 30.0  # seconds that the event loop may take beyond a deadline before it counts as dead
 SHUTDOWN_SHARE = 0.8  # of a stop's timeout is left to running corrections; the rest is for cancelling them and closing sockets
 
 
@@ -42,6 +44,13 @@ class Annotates(Protocol):
     async def aclose(self) -> None: ...
 
 
+class _Held(NamedTuple):
+    """A deferred failure, in flight for its pool. due: when it is asked again, by `TeacherWorker._now`."""
+
+    due: float
+    failure: Failure
+
+
 class TeacherWorker:
     """Owns one daemon thread with one event loop. Set `step` to the trainer's step as it advances.
 
@@ -55,33 +64,39 @@ class TeacherWorker:
         *,
         max_concurrent: int,
         synchronous: bool = False,
-        max_deferrals: int = 3,
+        patience: int = 8,
+        outage: float = 30.0,
         pause: float = 1.0,
+        strict_reference: bool = False,
     ):
         """
         Args:
           max_concurrent: corrections in flight, at most.
           synchronous: work only inside `drain`.
-          max_deferrals: a failure that is deferred more often, while others are answered in between, counts as failed.
-          pause: seconds before the next try after a deferral or a crash; doubles while they go on.
+          patience: failures deferred in a row after which nothing is asked for `outage` seconds, then one failure as a probe: the
+            rule of the client's circuit breaker (teacher.breaker_failures, teacher.breaker_seconds).
+          pause: seconds (synchronous: 1 step, whatever is given) that a failure is held back after its first deferral; it doubles
+            with each further one. Also of the pause after a crash of the thread, up to `outage`.
+          strict_reference: a crash of an annotation or of its report counts as a rejection; calls of retired states go on.
         """
         if max_concurrent < 1:
             raise ValueError(f"teacher.max_concurrent must be at least 1, got {max_concurrent}")
         self.step = 0
         self._curriculum, self._annotator = curriculum, annotator
-        self._max_concurrent, self._synchronous, self._max_deferrals = max_concurrent, synchronous, max_deferrals
-        self._pause = pause
+        self._max_concurrent, self._synchronous = max_concurrent, synchronous
+        self._patience, self._outage, self._pause, self._strict = patience, outage, pause, strict_reference
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
         self._looping = threading.Event()  # the event loop takes calls
         self._stopping = threading.Event()
         self._stop_at = 0.0
-        self._tasks: set[asyncio.Task] = set()
-        self._hold_until = 0.0  # loop time before which nothing is dispatched
-        self._deferred_in_a_row = 0
-        self._answered = 0  # outcomes that said something, since the start
-        self._deferrals: dict[Hashable, tuple[int, int]] = {}  # event -> (times deferred, `_answered` at the last time)
+        self._tasks: dict[asyncio.Task, Failure] = {}
+        self._hold_until = 0.0  # loop time before which nothing is asked
+        self._unanswered: set[Hashable] = set()  # deferred since the last answer
+        self._deferrals: collections.Counter[Hashable] = collections.Counter()  # of each failure without an answer so far
+        self._held: dict[Hashable, _Held] = {}
+        self._crashes: collections.Counter[str] = collections.Counter()  # by kind
         self._fatal: BaseException | None = None
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -132,11 +147,11 @@ class TeacherWorker:
           ReplayMiss: replaying a run that never asked this.
         """
         self.step = step
-        if not self._looping.wait(min(deadline, PAUSE_CAP + 5.0)):
+        if not self._looping.wait(min(deadline, GRACE)):
             raise RuntimeError("the teacher worker does not run: start() it before drain(), and look for its crash in the log")
         future = asyncio.run_coroutine_threadsafe(self._drain(step, deadline), self._loop)
         try:
-            future.result(deadline + PAUSE_CAP)
+            future.result(deadline + GRACE)
         except TimeoutError:
             future.cancel()
             raise TimeoutError(f"the teacher worker's event loop did not finish drain({step}) within {deadline:g} s") from None
@@ -151,7 +166,8 @@ class TeacherWorker:
         counts = {name: float(self._counts[name]) for name in COUNTERS}
         rate = self._counts["total_succeeded"] / max(self._counts["total_attempted"], 1)
         alive = self._thread is not None and self._thread.is_alive()
-        counts |= {"success_rate": rate, "alive": float(alive), "in_flight": float(len(self._tasks))}
+        counts |= {"success_rate": rate, "alive": float(alive)}
+        counts |= {"in_flight": float(len(self._tasks)), "held_back": float(len(self._held))}
         return {f"teacher_worker/{name}": value for name, value in counts.items()} | self._annotator.metrics()
 
     def state(self) -> dict[str, Any]:
@@ -173,20 +189,21 @@ class TeacherWorker:
                 return
             except Exception:
                 self._counts["restarts"] += 1
-                pause = min(PAUSE_CAP, self._pause * 2.0**crashes)
+                pause = min(self._outage, self._pause * 2.0 ** min(crashes, 30))
                 crashes += 1
                 log.exception("the teacher worker crashed; it restarts in %.1f s (restart %d)", pause, self._counts["restarts"])
             if self._stopping.wait(pause):
                 return
 
     async def _serve(self) -> None:
-        self._wake, self._tasks = asyncio.Event(), set()
+        self._wake, self._tasks = asyncio.Event(), {}
         self._loop = asyncio.get_running_loop()
         self._looping.set()
         try:
             while not self._stopping.is_set():
                 self._wake.clear()
                 if not self._synchronous:
+                    self._withdraw()
                     self._launch()
                 with contextlib.suppress(TimeoutError):
                     # Idle, it waits for `notify`, which owns this wait; held back or with the teacher down, until that is over.
@@ -198,58 +215,95 @@ class TeacherWorker:
 
     def _next_look(self) -> float | None:
         """Seconds after which to look for work unasked; None: when woken."""
-        held = self._hold_until - self._loop.time()
-        if held > 0:
-            return held
-        down = self._annotator.retry_in() if not self._tasks and not self._annotator.capacity() else math.inf
-        return None if math.isinf(down) else max(down, 0.05)
+        if self._synchronous:
+            return None
+        now, waits = self._loop.time(), []
+        if self._hold_until > now:
+            return self._hold_until - now
+        if len(self._tasks) < self._room():
+            waits = [held.due - now for held in self._held.values()]
+        elif not self._tasks:
+            waits = [self._annotator.retry_in()]
+        soonest = min(waits, default=math.inf)
+        return None if math.isinf(soonest) else max(soonest, 0.05)
+
+    def _room(self) -> int:
+        """Corrections that may run now: none while the teacher is down, one while nobody knows whether it is back."""
+        return min(1 if len(self._unanswered) >= self._patience else self._max_concurrent, self._annotator.capacity())
 
     def _launch(self) -> None:
         """Starts as many corrections as there is room and work for."""
         if self._fatal is not None or self._loop.time() < self._hold_until:
             return
-        while len(self._tasks) < min(self._max_concurrent, self._annotator.capacity()):
-            failures = self._curriculum.dispatch(1, self.step)
+        while len(self._tasks) < self._room():
+            failures = self._due(1) or self._curriculum.dispatch(1, self.step)
             if not failures:
                 return
-            task = asyncio.create_task(self._correct(failures[0]))
-            self._tasks.add(task)
-            task.add_done_callback(self._ended)
+            self._start(failures[0])
 
-    async def _correct(self, failure: Failure) -> None:
-        outcome = None
-        try:
-            outcome = await self._outcome(failure)
-        finally:
-            self._settle(failure, outcome)  # also when cancelled: a failure is never left in flight
+    def _start(self, failure: Failure) -> None:
+        task = asyncio.create_task(self._outcome(failure))
+        self._tasks[task] = failure
+        task.add_done_callback(self._ended)  # not a `finally` of the task's own: one cancelled before its first step has none
 
     def _ended(self, task: asyncio.Task) -> None:
-        self._tasks.discard(task)
         self._wake.set()
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a correction could not be reported", exc_info=task.exception())
+        if (failure := self._tasks.pop(task, None)) is not None:
+            self._settle(failure, None if task.cancelled() or task.exception() else task.result())
+
+    def _withdraw(self) -> None:
+        """Ends the calls whose answer nobody could use any more, such as those of states that were mastered meanwhile."""
+        if self._strict:
+            return
+        for task, failure in list(self._tasks.items()):
+            if not task.done() and self._curriculum.withdraw(failure):
+                del self._tasks[task]
+                task.cancel()
+                self._forget(failure)
+        for _, failure in list(self._held.values()):
+            if self._curriculum.withdraw(failure):
+                self._forget(failure)
+
+    def _forget(self, failure: Failure) -> None:
+        self._counts["withdrawn"] += 1
+        self._held.pop(failure.event, None)
+        self._deferrals.pop(failure.event, None)
+
+    def _now(self) -> float:
+        """What `pause` is counted in: seconds of the event loop; steps where nothing moves between two drains."""
+        return float(self.step) if self._synchronous else self._loop.time()
+
+    def _due(self, limit: int) -> list[Failure]:
+        """Takes failures that were held back for long enough."""
+        now = self._now()
+        due = sorted((held for held in self._held.values() if held.due <= now), key=lambda held: held.due)[:limit]
+        for _, failure in due:
+            del self._held[failure.event]
+        return [failure for _, failure in due]
 
     async def _wind_down(self) -> None:
-        """Ends running corrections: in time if stopping, at once after a crash."""
-        tasks = list(self._tasks)
+        """Ends running corrections: in time if stopping, at once after a crash. What has no answer goes back."""
         grace = self._stop_at - time.monotonic() if self._stopping.is_set() else 0.0
-        if tasks and grace > 0:
-            await asyncio.wait(tasks, timeout=grace)
+        if self._tasks and grace > 0:
+            await asyncio.wait(self._tasks, timeout=grace)
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        held, self._held = list(self._held.values()), {}
+        for _, failure in held:
+            self._curriculum.requeue(failure)
 
     async def _drain(self, step: int, deadline: float) -> None:
         end = self._loop.time() + deadline
-        while self._fatal is None and (capacity := self._annotator.capacity()):
+        self._unanswered.clear()
+        self._withdraw()
+        while self._fatal is None and len(self._unanswered) < self._patience and (capacity := self._annotator.capacity()):
             # A half-open breaker lets one request through; the others would only be refused.
-            failures = self._pending(1 if capacity < self._max_concurrent and capacity == 1 else EVERYTHING, step)
-            if not failures:
-                return
-            outcomes = await self._outcomes(failures, end)
-            for failure, outcome in zip(failures, outcomes, strict=True):
-                self._settle(failure, outcome)
-            if any(outcome is None or outcome.deferred for outcome in outcomes):
+            limit = 1 if capacity == 1 < self._max_concurrent else EVERYTHING
+            failures = self._due(limit)
+            failures += self._pending(limit - len(failures), step)
+            if not failures or None in await self._outcomes(failures, end):
                 break
         self.raise_if_failed()
 
@@ -261,23 +315,26 @@ class TeacherWorker:
         return failures
 
     async def _outcomes(self, failures: Sequence[Failure], end: float) -> list[Outcome | None]:
-        """Annotates all, `max_concurrent` at a time; None for what was not done by loop time `end`."""
+        """Annotates all, `max_concurrent` at a time, and settles them in order; None for what was not done by loop time `end`."""
         slots = asyncio.Semaphore(self._max_concurrent)
 
         async def one(failure: Failure) -> Outcome:
             async with slots:
                 return await self._outcome(failure)
 
-        tasks = [asyncio.create_task(one(failure)) for failure in failures]
-        self._tasks.update(tasks)
+        tasks = {asyncio.create_task(one(failure)): failure for failure in failures}
+        self._tasks |= tasks
         try:
             await asyncio.wait(tasks, timeout=max(0.0, end - self._loop.time()))
-        finally:
+        finally:  # also when cancelled: a failure is never left in flight
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._tasks.difference_update(tasks)
-        return [None if task.cancelled() else task.result() for task in tasks]
+            outcomes = [None if task.cancelled() else task.result() for task in tasks]
+            for (task, failure), outcome in zip(tasks.items(), outcomes, strict=True):
+                self._tasks.pop(task, None)
+                self._settle(failure, outcome)
+        return outcomes
 
     #### One failure
 
@@ -288,9 +345,9 @@ class TeacherWorker:
             self._fatal = error
             log.error("%s", error)
             return Outcome("replay_miss", deferred=True)
-        except Exception:
-            log.exception("annotating a failure of problem %d crashed; it counts as rejected", failure.problem.index)
-            return Outcome("error")
+        except Exception as error:
+            self._say("annotating a failure", failure, error)
+            return Outcome("error", deferred=not self._strict)
 
     def _settle(self, failure: Failure, outcome: Outcome | None) -> None:
         """Reports to the curriculum, exactly once. None: cut short."""
@@ -298,39 +355,57 @@ class TeacherWorker:
             self._counts["cut_short"] += 1
             self._curriculum.requeue(failure)
             return
-        if outcome.deferred and not self._gives_up(failure):
-            self._counts["deferred"] += 1
+        if outcome.deferred:
             self._annotator.record(outcome)
-            self._hold_back()
-            self._curriculum.requeue(failure)
+            self._hold_back(failure, outcome.reason)
             return
-        self._answered += not outcome.deferred
-        self._deferred_in_a_row = 0
+        try:
+            self._curriculum.resolve(failure, outcome.correction, self.step)
+        except Exception as error:
+            self._counts["report_errors"] += 1
+            self._say("reporting a correction", failure, error)
+            if not self._strict:
+                self._hold_back(failure, "report_error")
+                return
+            self._curriculum.resolve(failure, None, self.step)
+        if len(self._unanswered) >= self._patience:
+            log.info("the teacher's work goes on, after %d failures in a row without an answer", len(self._unanswered))
+        self._unanswered.clear()
         self._deferrals.pop(failure.event, None)
-        self._counts["given_up"] += outcome.deferred
         self._counts["total_attempted"] += 1
         self._counts["total_succeeded"] += outcome.correction is not None
         self._annotator.record(outcome)
-        try:
-            self._curriculum.resolve(failure, outcome.correction, self.step)
-        except Exception:
-            log.exception("reporting a correction of problem %d crashed; it is reported as failed", failure.problem.index)
-            self._counts["report_errors"] += 1
-            self._curriculum.resolve(failure, None, self.step)
 
-    def _gives_up(self, failure: Failure) -> bool:
-        """Whether a deferred failure has had its chances. In an outage nobody is answered, so nobody uses up chances."""
-        times, answered = self._deferrals.get(failure.event, (0, -1))
-        if answered < self._answered:
-            times += 1
-        self._deferrals[failure.event] = (times, self._answered)
-        return times > self._max_deferrals
+    def _hold_back(self, failure: Failure, reason: str) -> None:
+        """Keeps a failure that was not answered for a while; after several in a row, all of them."""
+        self._counts["deferred"] += 1
+        self._curriculum.rest(failure)
+        self._deferrals[failure.event] += 1
+        pauses = min(2.0 ** (self._deferrals[failure.event] - 1), LONGEST_HOLD)
+        self._held[failure.event] = _Held(self._now() + pauses * (1.0 if self._synchronous else self._pause), failure)
+        before = len(self._unanswered)
+        self._unanswered.add(failure.event)
+        if len(self._unanswered) < self._patience:
+            return
+        self._hold_until = self._loop.time() + self._outage
+        if before < self._patience:
+            log.warning(
+                "%d failures in a row brought no answer of teacher or grader (the last one: %s). They stay in the queue; "
+                "%s is tried again (teacher.breaker_failures, teacher.breaker_seconds)",
+                *(len(self._unanswered), reason),
+                "in the next step some" if self._synchronous else f"every {self._outage:g} s one",
+            )
 
-    def _hold_back(self) -> None:
-        """A deferred failure is at the head of its queue again: do not ask for it again at once."""
-        self._deferred_in_a_row += 1
-        pause = min(PAUSE_CAP, self._pause * 2.0 ** min(self._deferred_in_a_row - 1, 16))
-        self._hold_until = self._loop.time() + pause
+    def _say(self, what: str, failure: Failure, error: Exception) -> None:
+        """Logs a crash in full the first time, then how often it has come."""
+        kind = f"{what} crashed: {type(error).__name__}"
+        self._crashes[kind] += 1
+        count = self._crashes[kind]
+        if count == 1:
+            then = "it counts as rejected" if self._strict else "it waits for another try"
+            log.error("%s (problem %d; %s)", kind, failure.problem.index, then, exc_info=error)
+        elif count in (10, 100, 1000, 10000, 100000):
+            log.error("%s, %d times so far; the latest: %s", kind, count, error)
 
 
-COUNTERS = (*("total_attempted", "total_succeeded", "deferred", "given_up", "cut_short", "report_errors", "restarts"),)
+COUNTERS = ("total_attempted", "total_succeeded", "deferred", "withdrawn", "cut_short", "report_errors", "restarts")

@@ -24,7 +24,11 @@ def check(pool: Forest) -> None:
     servable = [tree for tree in trees if any(node.active and node.waiting for node in tree.nodes)]
     assert list(index.by_rollout) == sorted(tree.order(tree.rollout_clock) for tree in trees if candidates[tree.key])
     assert list(index.by_sft) == sorted(tree.order(tree.sft_clock) for tree in trees if candidates[tree.key])
-    assert list(index.by_dispatch) == sorted(tree.order(tree.dispatch_clock) for tree in servable)
+    most = pool.bounds.most_in_flight
+    worked_on = Counter(index.nodes[e[2]].tree for e in index.in_flight.values() if e[1] not in index.resting)
+    assert index.resting <= index.in_flight.keys() and all(tree.busy == worked_on[tree.key] for tree in trees)
+    seats = {tree.key: (tree.dispatch_clock, tree.dispatch_tick, tree.created_step, tree.key) for tree in trees}
+    assert list(index.by_dispatch) == sorted(seats[t.key] for t in servable if not most or worked_on[t.key] < most)
     assert index.removable.keys() == {tree.key for tree in trees if not tree.num_active and not tree.num_events}
     assert index.num_active == sum(node.active for node in nodes)
     assert index.num_candidates == sum(map(len, candidates.values()))
@@ -65,7 +69,7 @@ def _check_tree(pool: Forest, tree: Tree) -> None:
 
     assert tree.by_rollout == ordered([node for node in tree.nodes[1:] if node.active], "rollout_clock")
     assert tree.by_sft == ordered([node for node in tree.nodes[1:] if node.active], "sft_clock")
-    assert tree.by_dispatch == ordered([node for node in tree.nodes if node.active and node.waiting], "dispatch_clock")
+    assert tree.by_dispatch == sorted(node.turn() for node in tree.nodes if node.active and node.waiting)
     for node in tree.nodes:
         assert node.waiting == sorted(node.waiting)
         assert node.children == tuple(other.id for other in tree.nodes if other.parent == node.id)

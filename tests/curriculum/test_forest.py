@@ -115,7 +115,9 @@ def test_creation_from_the_configuration():
     config = importlib.import_module("configs.common").get_config()
     config.curriculum.max_events_per_parent = 3
     made = forest.create(config)
-    bounds = {name: getattr(made.pool, name) for name in ("max_model_len", "min_remaining_tokens", "max_events_per_parent")}
+    bounds = {
+        name: getattr(made.pool.bounds, name) for name in ("max_model_len", "min_remaining_tokens", "max_events_per_parent")
+    }
     assert bounds == {"max_model_len": 1024, "min_remaining_tokens": 32, "max_events_per_parent": 3}
     plain = none.create(config)
     assert (plain.wanted(8), plain.pending()) == (0, 0)

@@ -58,6 +58,7 @@ class Queue:
     def __init__(self, failures: list[Failure]):
         self.waiting, self.in_flight = list(failures), {}
         self.results: list[tuple[Any, bool]] = []
+        self.useless: set[Any] = set()  # events in flight whose answer nobody can use any more
         self.crashes = 0  # next dispatches that raise
 
     def dispatch(self, max_items: int, step: int) -> list[Failure]:
@@ -75,6 +76,12 @@ class Queue:
 
     def requeue(self, failure: Failure) -> None:
         self.waiting.insert(0, self.in_flight.pop(failure.event))
+
+    def rest(self, failure: Failure) -> None:
+        assert failure.event in self.in_flight
+
+    def withdraw(self, failure: Failure) -> bool:
+        return self.in_flight.pop(failure.event, None) is not None if failure.event in self.useless else False
 
     def pending(self) -> int:
         return len(self.waiting)
@@ -125,6 +132,7 @@ def corrected(failure: Failure, match: int = 2, suffix=(90, 91)) -> Outcome:
 
 
 DOWN = Outcome("breaker_open", deferred=True)
+NO_VERDICT = Outcome("no_verdict", deferred=True)
 
 
 def until(condition, what, deadline=20.0):
@@ -135,7 +143,7 @@ def until(condition, what, deadline=20.0):
 
 
 def worker_on(queue, script, **settings):
-    settings = {"max_concurrent": 4, "pause": 0.01} | settings
+    settings = {"max_concurrent": 4, "pause": 0.01, "outage": 0.01} | settings
     worker = TeacherWorker(queue, script, **settings)
     worker.start()
     return worker

@@ -1,13 +1,13 @@
 """The teacher's thread: order of work, bounds, crashes, outages, stopping."""
 
 import asyncio
+import collections
 import threading
 
 import pytest
 
-from deepgrpo.teacher.annotate import Outcome
 from deepgrpo.teacher.worker import TeacherWorker
-from tests.teacher.fakes import DOWN, Queue, Script, corrected, failures, until, worker_on
+from tests.teacher.fakes import DOWN, NO_VERDICT, Queue, Script, corrected, failures, until, worker_on
 
 
 def test_concurrency_is_bounded_and_notify_wakes():
@@ -26,33 +26,39 @@ def test_concurrency_is_bounded_and_notify_wakes():
     assert worker.metrics()["teacher_worker/total_succeeded"] == 20
 
 
-def test_crashes_of_tasks_and_of_the_loop_lose_nothing():
+def test_crashes_of_tasks_and_of_the_loop_lose_nothing_and_label_nothing():
     queue = Queue(failures(6))
     queue.crashes = 2
-    script = Script(lambda failed: 1 / 0 if failed.event == 3 else corrected(failed))
-    worker = worker_on(queue, script)
+    seen = collections.Counter()
+
+    def say(failed):
+        seen[failed.event] += 1
+        return 1 / 0 if failed.event == 3 and seen[3] < 3 else corrected(failed)
+
+    worker = worker_on(queue, Script(say))
     until(lambda: len(queue.results) == 6, "all results")
-    assert dict(queue.results) == {i: i != 3 for i in range(6)} and not queue.in_flight
+    assert dict(queue.results) == dict.fromkeys(range(6), True) and not queue.in_flight, "a crash says nothing of the failure"
     metrics = worker.metrics()
     assert metrics["teacher_worker/restarts"] == 2 and metrics["teacher_worker/alive"] == 1
+    assert metrics["teacher_worker/deferred"] == 2 and metrics["teacher_worker/total_attempted"] == 6
     assert worker.stop(10.0) and worker.metrics()["teacher_worker/alive"] == 0
     with pytest.raises(RuntimeError, match="start"):
         worker.drain(1, 0.01)
 
 
-def test_a_failed_report_is_made_once_more_as_a_failure():
+def test_a_report_that_crashes_is_made_again_later():
     queue = Queue(failures(1))
-    resolve = queue.resolve
+    resolve, crashes = queue.resolve, [1, 1]
 
     def crashing(failed, correction, step):
-        if correction is not None:
-            raise RuntimeError("planted crash of resolve")
+        if crashes:
+            raise RuntimeError(f"planted crash of resolve, {crashes.pop()}")
         return resolve(failed, correction, step)
 
     queue.resolve = crashing
     worker = worker_on(queue, Script(corrected))
     until(lambda: queue.results, "the report")
-    assert worker.stop(10.0) and queue.results == [(0, False)]
+    assert worker.stop(10.0) and queue.results == [(0, True)] and worker.metrics()["teacher_worker/report_errors"] == 2
 
 
 @pytest.mark.parametrize("ends_in_time", [True, False])
@@ -80,22 +86,52 @@ def test_stop_finishes_or_puts_back_running_work(ends_in_time):
     assert worker.stop(10.0)
 
 
-def test_an_outage_loses_no_failure_but_a_poisonous_one_is_given_up():
+def test_an_outage_loses_no_failure():
     queue = Queue(failures(3))
     healthy = threading.Event()
     script = Script(lambda failed: corrected(failed) if healthy.is_set() else DOWN)
-    worker = worker_on(queue, script, max_concurrent=1, pause=1e-4)
+    worker = worker_on(queue, script, max_concurrent=1, pause=1e-4, patience=2, outage=1e-4)
     until(lambda: len(script.calls) > 8, "many futile tries")
     assert not queue.results
     healthy.set()
     until(lambda: len(queue.results) == 3, "all corrections")
     assert worker.stop(10.0)
 
-    queue = Queue(failures(12))
-    script = Script(lambda failed: Outcome("no_verdict", deferred=True) if failed.event == 0 else corrected(failed))
-    worker = worker_on(queue, script, max_concurrent=2, pause=1e-4)
-    until(lambda: len(queue.results) == 12, "all results")
-    assert (0, False) in queue.results and worker.metrics()["teacher_worker/given_up"] == 1 and worker.stop(10.0)
+
+def test_a_failure_without_a_verdict_is_held_back_alone_and_never_rejected():
+    queue = Queue(failures(40))
+    script = Script(lambda failed: NO_VERDICT if failed.event % 10 == 0 else corrected(failed))
+    worker = worker_on(queue, script, max_concurrent=2, pause=60.0, outage=60.0, patience=5)
+    until(lambda: len(queue.results) == 36, "the others, at once")
+    assert sorted(queue.in_flight) == [0, 10, 20, 30] and all(done for _, done in queue.results)
+    assert worker.metrics()["teacher_worker/held_back"] == 4 and max(collections.Counter(script.calls).values()) == 1
+    assert worker.stop(10.0) and sorted(f.event for f in queue.waiting) == [0, 10, 20, 30] and not queue.in_flight
+
+
+def test_nothing_is_asked_after_several_in_a_row_without_an_answer():
+    queue = Queue(failures(40))
+    script = Script(lambda failed: NO_VERDICT)
+    worker = worker_on(queue, script, max_concurrent=1, pause=1e-3, outage=600.0, patience=5)
+    until(lambda: worker.metrics()["teacher_worker/held_back"] == 5, "five failures without a verdict")
+    worker.notify()
+    assert len(set(script.calls)) == 5 and len(queue.waiting) == 35
+    assert worker.stop(10.0) and len(queue.waiting) == 40
+
+
+def test_a_call_whose_answer_is_of_no_more_use_is_cancelled():
+    queue = Queue(failures(2))
+
+    async def hold(failed):
+        await asyncio.Event().wait()
+
+    script = Script(hold)
+    worker = worker_on(queue, script)
+    until(lambda: script.running == 2, "two corrections to run")
+    queue.useless = {0}
+    worker.notify()
+    until(lambda: script.running == 1, "the useless one to end")
+    assert queue.in_flight.keys() == {1} and not queue.results and worker.metrics()["teacher_worker/withdrawn"] == 1
+    assert worker.stop(0.5) and [f.event for f in queue.waiting] == [1]
 
 
 def test_counters_survive_a_resume():

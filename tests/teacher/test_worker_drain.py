@@ -7,7 +7,7 @@ import pytest
 
 from deepgrpo.endpoint.cache import ReplayMiss
 from deepgrpo.teacher.annotate import Outcome
-from tests.teacher.fakes import DOWN, Queue, Script, corrected, failures, worker_on
+from tests.teacher.fakes import DOWN, NO_VERDICT, Queue, Script, corrected, failures, worker_on
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -36,7 +36,7 @@ def test_drain_returns_at_once_when_the_teacher_is_down_and_goes_on_when_it_is_b
     assert not script.calls, "not even asked"
     script.room = 4  # it is not known yet that it is down
     worker.drain(2, 20.0)
-    assert sorted(f.event for f in queue.waiting) == list(range(5)) and not queue.results and len(script.calls) == 5
+    assert sorted(queue.in_flight) == list(range(5)) and not queue.results and len(script.calls) == 5, "held back a step"
     script.say, script.room = corrected, 1  # half open: one probe, then all
     worker.drain(3, 20.0)
     assert len(queue.results) == 5 and worker.stop(10.0)
@@ -53,6 +53,19 @@ def test_drain_puts_back_what_its_deadline_cuts_short():
     worker.drain(1, 0.1)
     assert queue.results == [(1, True)] and sorted(f.event for f in queue.waiting) == [0, 2]
     assert worker.metrics()["teacher_worker/cut_short"] == 2 and worker.stop(10.0)
+
+
+def test_a_failure_without_a_verdict_waits_twice_as_many_steps_each_time_and_holds_no_other_back():
+    queue = Queue(failures(20))
+    script = Script(lambda failed: NO_VERDICT if failed.event == 1 else corrected(failed))
+    worker = worker_on(queue, script, synchronous=True, patience=3)
+    tries = []
+    for step in range(1, 17):
+        worker.drain(step, 20.0)
+        tries += [step] * script.calls.count(1)
+        script.calls.clear()
+    assert tries == [1, 2, 4, 8, 16] and [event for event, _ in queue.results] == [0, *range(2, 20)]
+    assert worker.stop(10.0) and [f.event for f in queue.waiting] == [1]
 
 
 def test_a_replay_that_misses_a_reply_stops_the_run():

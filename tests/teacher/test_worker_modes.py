@@ -123,7 +123,7 @@ def test_golden_worker_modes(args, result):
         return Outcome("reward_too_low") if scripted is None else corrected(failed, scripted["match"], scripted["suffix"])
 
     script = Script(say)
-    worker = TeacherWorker(mode.curriculum, script, max_concurrent=args["concurrency"])
+    worker = TeacherWorker(mode.curriculum, script, max_concurrent=args["concurrency"], strict_reference=True)
     worker.step = args["worker_step"] if "worker_step" in args else 7
     nothing = worker.metrics()
     worker.start()

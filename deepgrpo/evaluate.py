@@ -95,7 +95,7 @@ from deepgrpo.rollout.engine import Sampling  # noqa: E402
 from deepgrpo.telemetry import answers as answers_lib  # noqa: E402
 from deepgrpo.telemetry import compare as compare_lib  # noqa: E402
 from deepgrpo.telemetry import evaluation_tables as tables  # noqa: E402
-from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
+from deepgrpo.telemetry.log import close_log, end_step, open_log  # noqa: E402
 from deepgrpo.telemetry.regrade import Marks, grader_version, regrade, result_of  # noqa: E402
 from deepgrpo.types import Problem, Prompt  # noqa: E402
 from deepgrpo.weights import best, fixed, runs  # noqa: E402
@@ -188,6 +188,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
             prompts = [Prompt(p.prompt_ids, p, keys.n, f"{spec}#{p.index}") for p in part]
             groups = LOOPS[config.loop](setting, prompts, 0, f"evaluation:{file_of(spec)}:{start}")
             service.end_step()
+            end_step()
             entries = []
             for group in groups:
                 problem = group.prompt.problem

@@ -54,7 +54,7 @@ from deepgrpo.rewards.weighted import part_means  # noqa: E402
 from deepgrpo.rollout.engine import Sampling  # noqa: E402
 from deepgrpo.teacher.setup import open_teacher  # noqa: E402
 from deepgrpo.telemetry import alerts, diagnostics, dumps, statistics  # noqa: E402
-from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
+from deepgrpo.telemetry.log import close_log, end_step, open_log  # noqa: E402
 from deepgrpo.telemetry.metrics import Metrics  # noqa: E402
 from deepgrpo.telemetry.progress import Progress, Timer  # noqa: E402
 from deepgrpo.types import Prompt  # noqa: E402
@@ -270,6 +270,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
         metrics |= alerts.rollout_mismatch(metrics, rollout.mismatch_alert, config.model.dtype, config.vllm.dtype)
         metrics_file.write(at, metrics)
         progress.update(at, metrics)
+        end_step()
         return metrics
 
     def done() -> bool:

@@ -1,18 +1,75 @@
-"""The run's log: everything that is said goes to the terminal and, with the time, to `<run>/log.txt`."""
+"""The run's log: everything that is said goes to the terminal and, with the time, to `<run>/log.txt`.
 
+A warning or an error that repeats within a step, because every answer or every request meets the same fault, is said once; how
+often it came is said at the end of the step (`end_step`). Its traceback is said once a run.
+"""
+
+import collections
 import logging
 import pathlib
+import re
 import sys
+import threading
+
+VARIANTS = 20  # different texts of one line of code, a step
+
+
+class OncePerStep(logging.Filter):
+    """Lets the first warning of a kind through and counts the others.
+
+    The kind is the line of code that it comes from and its first line of text, numbers aside. A line of code that says more than
+    `VARIANTS` different things in a step quotes its items: what comes after is one kind.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._lock = threading.Lock()
+        self._counts: collections.Counter[tuple] = collections.Counter()
+        self._texts: dict[tuple, str] = {}  # the newest of each kind
+        self._explained: set[tuple] = set()  # kinds whose traceback was said
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING or getattr(record, "summary", False):
+            return True
+        if not hasattr(record, "first"):  # each handler asks
+            text = record.getMessage().partition("\n")[0]
+            place = record.name, record.lineno
+            kind = *place, re.sub(r"\d+", "#", text)[:200]
+            with self._lock:
+                if kind not in self._counts and sum(known[:2] == place for known in self._counts) >= VARIANTS:
+                    kind = *place, ""
+                self._counts[kind] += 1
+                record.first = self._counts[kind] == 1
+                self._texts[kind] = text[:200]
+                if record.first and kind in self._explained:
+                    record.msg, record.args, record.exc_info, record.exc_text = text, (), None, None
+                self._explained.add(kind)
+        return record.first
+
+    def counts(self) -> list[tuple[str, str, int]]:
+        """(logger, text, how often it came) of the kinds that repeated since the last call."""
+        with self._lock:
+            repeated = [(kind[0], self._texts[kind], count) for kind, count in self._counts.items() if count > 1]
+            self._counts.clear()
+            self._texts.clear()
+        return repeated
+
+
+_repeats = OncePerStep()
 
 
 def open_log(run_folder: str | pathlib.Path) -> logging.Handler:
     """Sends the records of the `deepgrpo` loggers there; close it with `close_log`. A resumed run appends."""
+    global _repeats
+    _repeats = OncePerStep()
     folder = pathlib.Path(run_folder)
     folder.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal = logging.StreamHandler(sys.stdout)
     terminal.setFormatter(logging.Formatter("%(message)s"))
+    for one in (handler, terminal):
+        one.addFilter(_repeats)
     logger = logging.getLogger("deepgrpo")
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -20,6 +77,13 @@ def open_log(run_folder: str | pathlib.Path) -> logging.Handler:
     return handler
 
 
+def end_step() -> None:
+    """Says how often the step's repeated warnings came."""
+    for name, text, count in _repeats.counts():
+        logging.getLogger(name).warning("%d times in this step: %s", count, text, extra={"summary": True})
+
+
 def close_log(handler: logging.Handler) -> None:
+    end_step()
     logging.getLogger("deepgrpo").removeHandler(handler)
     handler.close()

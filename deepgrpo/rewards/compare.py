@@ -13,7 +13,9 @@ import mpmath
 from deepgrpo.rewards import expression
 from deepgrpo.rewards.expression import ParseError, TooComplex
 from deepgrpo.rewards.forms import (
+    NAME,
     Brackets,
+    Clock,
     Form,
     Items,
     Matrix,
@@ -71,7 +73,9 @@ def _shortened(text: str) -> str:
 
 
 def _match(key: Form, answer: Form, rules: Rules) -> bool:
-    key, answer = _unwrapped(key, rules), _unwrapped(answer, rules)
+    key, answer = _unwrapped(key, rules, repeats=False), _unwrapped(answer, rules)
+    if isinstance(key, Clock) or isinstance(answer, Clock):
+        return not _minutes(key).isdisjoint(_minutes(answer))
     if isinstance(key, Items) and isinstance(answer, Items) and _match_items(key.parts, answer.parts, rules):
         return True
     if isinstance(key, Relation) or isinstance(answer, Relation):
@@ -100,13 +104,27 @@ def _unites(form: Form) -> bool:
 
 def _members(form: Form) -> list[Form]:
     """What a list, a set or a union of sets consists of: points and intervals."""
-    return [member for part in form.parts for member in (part.parts if isinstance(part, Items) and part.braces else (part,))]
+    united = isinstance(form, Sets)
+    return [m for part in form.parts for m in (part.parts if united and isinstance(part, Items) and part.braces else (part,))]
 
 
-def _unwrapped(form: Form, rules: Rules) -> Form:
-    """A list or set of one answer, or of one answer repeated, is that answer."""
-    if isinstance(form, Items) and 0 < len(form.parts) <= MAX_ITEMS:
+def _minutes(form: Form) -> set[int]:
+    """The times of day that a form may mean."""
+    if isinstance(form, Clock):
+        return {form.minutes}
+    digits = re.fullmatch(r"(\d{1,2})(?::(\d\d))?", form.quantity.body.strip()) if isinstance(form, Value) else None
+    if digits is None:
+        return set()
+    hours, minutes = int(digits[1]), int(digits[2] or 0)
+    return {60 * h + minutes for h in ((hours % 12, hours % 12 + 12) if hours <= 12 else (hours,))}
+
+
+def _unwrapped(form: Form, rules: Rules, repeats: bool = True) -> Form:
+    """A list or set of one answer is that answer; with `repeats`, also of one answer repeated. A set of a set is another one."""
+    if isinstance(form, Items) and 0 < len(form.parts) <= (MAX_ITEMS if repeats else 1):
         first, *others = form.parts
+        if form.braces and isinstance(first, Items) and first.braces:
+            return form
         if all(other == first or _match(first, other, dataclasses.replace(rules, measured=False)) for other in others):
             return first
     return form
@@ -117,13 +135,14 @@ def _match_all(key: Sequence[Form], answer: Sequence[Form], rules: Rules) -> boo
 
 
 def _match_items(key: Sequence[Form], answer: Sequence[Form], rules: Rules) -> bool:
-    """Whether two unordered collections pair up; repetitions within one count once."""
+    """Whether two unordered collections pair up; what only the answer repeats counts once."""
     if len(key) > MAX_ITEMS or len(answer) > MAX_ITEMS:
         return len(key) == len(answer) and all(k == a for k, a in zip(key, answer, strict=True))
     named = [part for part in key if isinstance(part, Relation)]
     if len(named) == len(key) and len({part.sides[0] for part in named}) > 1 and not any(isinstance(a, Relation) for a in answer):
         return _match_all(key, answer, rules)  # different quantities, and the answer doesn't say which is which
-    key, answer = _distinct(key, rules), _distinct(answer, rules)
+    if len(_distinct(key, rules)) == len(key):
+        answer = _distinct(answer, rules)
     left = list(answer)
     for part in key:
         partner = next((i for i, other in enumerate(left) if _match(part, other, rules)), None)
@@ -183,8 +202,6 @@ def _match_leaf(key: Value | Words | Numeral, answer: Value | Words | Numeral, r
         return True  # a word without its \text
     if k.percent == a.percent and k.scale == a.scale and canonical(left) == canonical(right) != "":
         return True
-    if k.unit in (("am",), ("pm",)):  # 4:30 p.m. is a time, not a ratio
-        return left.lstrip("0") == right.lstrip("0")
     try:
         tree = expression.parse(left)
     except ParseError:
@@ -195,11 +212,14 @@ def _match_leaf(key: Value | Words | Numeral, answer: Value | Words | Numeral, r
         return False
 
 
+_PRIMES = {"'": ("minute", "foot", "arcmin"), "''": ("second", "inch", "arcsec")}
+
+
 def _same_unit(key: tuple[str, ...], answer: tuple[str, ...]) -> bool:
-    """The same unit; one side may leave out what it is counted per: cents, cents per ounce."""
+    """The same unit; one side may leave out what it is counted per (cents, cents per ounce) or write it as primes."""
     if ("per" in key) != ("per" in answer):
         key, answer = (unit[: unit.index("per")] if "per" in unit[1:] else unit for unit in (key, answer))
-    return key == answer
+    return key == answer or any(a in _PRIMES and b[0] in _PRIMES[a] for (a, *_), b in ((key, answer), (answer, key)))
 
 
 def _words(form: Value | Words) -> str:
@@ -270,9 +290,6 @@ def _match_numeral(key: Value | Words | Numeral, answer: Value | Words | Numeral
 #### Relations
 
 
-_NAME = re.compile(r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?'*|\\?[A-Za-z]+'*\([A-Za-z,]+\)|\([A-Za-z\\,_{}0-9]+\)|d?[A-Za-z]/d?[A-Za-z])")
-
-
 def _match_relation(key: Form, answer: Form, rules: Rules) -> bool:
     if isinstance(key, Relation) and isinstance(answer, Relation):
         if set(key.operators) == set(answer.operators) == {"="}:
@@ -280,13 +297,13 @@ def _match_relation(key: Form, answer: Form, rules: Rules) -> bool:
         same_sides = len(key.sides) == len(answer.sides) and key.operators == answer.operators
         return same_sides and all(_equal_side(k, a) for k, a in zip(key.sides, answer.sides, strict=True))
     if isinstance(key, Relation):
-        named = set(key.operators) == {"="} and _NAME.fullmatch(canonical(key.sides[0]))
+        named = set(key.operators) == {"="} and NAME.fullmatch(canonical(key.sides[0]))
         return bool(named) and _match(parse(key.sides[-1]), answer, rules)
     assert isinstance(answer, Relation)
     if set(answer.operators) != {"="} or not _consistent(answer.sides) or re.match(r"-\s*\\?[A-Za-z]+\s*$", answer.sides[0]):
         return False  # -x = 5 says that x is -5
     first, last = answer.sides[0], answer.sides[-1]
-    if "0" in (first, last) and not (_NAME.fullmatch(canonical(first)) or _NAME.fullmatch(canonical(last))):
+    if "0" in (first, last) and not (NAME.fullmatch(canonical(first)) or NAME.fullmatch(canonical(last))):
         return False  # an equation in its normal form, not the value 0
     return any(_match(key, parse(side), rules) for side in (last, first))
 
@@ -409,7 +426,7 @@ def _inequality(relation: Relation, point: bool = False) -> _RealSet | None:
     """The set that an inequality describes; with `point`, also an equation's."""
     values = [_real(parse(side)) for side in relation.sides]
     unknown = [i for i, value in enumerate(values) if value is None]
-    if len(unknown) != 1 or not _NAME.fullmatch(canonical(relation.sides[unknown[0]])):
+    if len(unknown) != 1 or not NAME.fullmatch(canonical(relation.sides[unknown[0]])):
         return None
     at = unknown[0]
     if point and relation.operators == ("=",):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from deepgrpo.rewards import search_qa, tables
+from deepgrpo.rewards import marks, search_qa, tables
 from deepgrpo.rewards.answer import Answer, own_words
 from deepgrpo.types import Grade
 
@@ -22,12 +22,16 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 def grade(answer: Answer) -> Grade:
     """1 if every named value of the key is stated and right; no verdict where the row has no usable key."""
-    found = tables.last_pair(own_words(answer.response))
+    found = tables.pairs(own_words(answer.response))
     if not (key := _named(answer.ground_truth)):
-        return Grade(None, found is not None, "bad_key", (found or "")[:200])
-    stated = fields(found) if found is not None else {}
+        return Grade(None, bool(found), "bad_key", (found or [""])[-1][:200])
+    return marks.worst(_verdict(key, pair) for pair in found[::-1])
+
+
+def _verdict(key: dict[str, str], found: str) -> Grade:
+    stated = fields(found)
     if not key.keys() <= stated.keys():
-        return Grade(0.0, False, "partial" if stated else "unformatted", (found or "").strip()[:200])
+        return Grade(0.0, False, "partial" if stated else "unformatted", found.strip()[:200])
     right = all(same(value, stated[name]) for name, value in key.items())
     return Grade(float(right), True, "right" if right else "wrong", found.strip()[:200])
 

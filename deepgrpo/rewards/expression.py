@@ -204,7 +204,8 @@ class _Parser:
         index: Node = ("num", Fraction(2))
         if self.peek() == "[":
             index = self.group(self.take())
-        radicand = self.group(self.take()) if self.peek() == "(" else self.argument()
+        bare = self.peek()[:1].isdigit()  # \sqrt17 is meant as it looks
+        radicand = self.group(self.take()) if self.peek() == "(" else self.atom() if bare else self.argument()
         return ("pow", radicand, ("div", ("num", Fraction(1)), index))
 
     def function(self, name: str) -> Node:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 
 from deepgrpo.rewards.latex import ROW, TEXT_CLOSE, TEXT_OPEN, canonical, unmarked
-from deepgrpo.rewards.units import Quantity, quantity
+from deepgrpo.rewards.units import COMPOUND, Quantity, compound, quantity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,13 @@ class Numeral:
 
     digits: str
     base: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """A time of day, in minutes."""
+
+    minutes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +80,7 @@ class Relation:
     sides: tuple[str, ...]
 
 
-Form = Value | Words | Numeral | Items | Brackets | Sets | Matrix | Relation
+Form = Value | Words | Numeral | Clock | Items | Brackets | Sets | Matrix | Relation
 
 MAX_NESTING = 12  # structures within structures
 
@@ -89,7 +96,28 @@ _APPROXIMATE = {"\\approx", "\\simeq", "\\sim", "\\doteq"}
 _SET_OPERATORS = {"\\cup", "\\cap", "\\setminus"}
 _NUMBER_SETS = re.compile(r".*\\in\s*\\mathbb\s*\{?[ZNQRC]\}?.*|.*\\in\s*\{?\\?(?:Z|N)\}?")
 _LABEL = re.compile(rf"{TEXT_OPEN}[^{TEXT_CLOSE}]*{TEXT_CLOSE}\s*[:.]?\s*(?=\S)")
-_PREAMBLE = re.compile(r"(?:(?:the|so|therefore|thus|hence)\s+)*(?:final\s+)?answer(?:\s+is)?\s*[:=]?\s*", re.IGNORECASE)
+_PREAMBLE = re.compile(  # the function is .., there are .., the answer: .., total: ..
+    r"\s*(?:(?:(?!(?:no|not|never|neither|nor|than|least|most|cannot|every|all|if|when|for|where)\b)[a-z][a-z']*\s+){1,9}?"
+    r"(?:is|are|was|were|equals|has|have|had|costs?)(?:\s*:|\s+that)?\s+"
+    r"|(?:[a-z]+\s+){0,5}[a-z]{3,}\s*:\s*|answer\s*=?\s*)(?=[^\s.])",
+    re.IGNORECASE,
+)
+_CHOICE = re.compile(r"\s*(?:(?:[Oo]ption|[Cc]hoice)\s+)?(?:\(\s*([A-J])\s*\)|([A-J])\s*[).:])\s*(?=[^\s,])(?!(?:and|or)\b)")
+_CLAUSE = re.compile(
+    rf"[ (\[]*{TEXT_OPEN}[\s(\[,]*(?:(?:for|where|with|if|when|whenever|such that|since|because|provided|assuming|given)\b|"
+    r"(?<=[(\[])(?:as|by)\b)"
+)
+_REMARK = re.compile(r" [(\[]([^()\[\]]*)[)\]]$")
+_SAYS = re.compile(rf"{TEXT_OPEN}|[<>=]|\\(?:le|ge|ne|in|approx)(?![a-z])")
+_CONDITION = re.compile(r"([A-Za-z])\s*(?:[<>]=?|\\(?:le|ge|ne)(?![a-z]))\s*-?\w+")
+_EMPTY = re.compile(
+    r"(?:there (?:is|are) )?no (?:(?:real|integer|such|possible|valid) )*(?:(?:solution|value|root|number|integer|pair)s?|[a-z])"
+    r"(?: of [a-z]| exists?)?|none(?: exists?)?|(?:the )?(?:empty|null) set"
+)
+_CLOCK = re.compile(r"(\d{1,2})(?::(\d\d))?\s*([ap])\.?\s*m\.?|(noon|midnight)", re.IGNORECASE)
+NAME = re.compile(
+    r"(?!\\(?:sqrt|ln|log|sin|cos|tan|exp))(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?'*|\\?[A-Za-z]+'*\([A-Za-z,]+\)|\([A-Za-z\\,_{}0-9]+\)|d?[A-Za-z]/d?[A-Za-z])"
+)
 _MATRIX = re.compile(
     r"(?P<factor>.*?)\\begin\{(?P<name>[bpB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(?P<body>.*)\\end\{(?P=name)\}(?P<tail>.*)",
     re.DOTALL,
@@ -108,6 +136,11 @@ _BASES = dict(
 
 def readings(text: str) -> list[Form]:
     """The forms that clean text may have: a comma before three digits groups thousands, or else parts a list."""
+    plain = _plain(text)
+    if (match := COMPOUND.fullmatch(" ".join(plain.split()))) and (values := compound(match)):
+        return [Value(Quantity(str(value), (unit,))) for unit, value in values.items()]
+    if choice := _CHOICE.match(plain):
+        return [Words((choice[1] or choice[2]).lower()), *readings(_from(text, choice.end()))]
     grouped = _THOUSANDS.sub(lambda m: m.group() if _inside(text, m.start()) else m.group().replace(",", ""), text)
     forms = [parse(grouped)]
     if grouped != text and isinstance(other := parse(text), Items):
@@ -120,12 +153,15 @@ def parse(text: str, nesting: int = 0) -> Form:
     text = _trimmed(text)
     if nesting > MAX_NESTING:
         return Value(quantity(text))
+    if preamble := _PREAMBLE.match(_plain(text)):
+        text = _trimmed(_from(text, preamble.end()))
+    if clock := _CLOCK.fullmatch(unmarked(text)):
+        hours = int(clock[1] or 12) % 12 + 12 * ((clock[3] or clock[4][0]).lower() in "pn")
+        return Clock(60 * hours + int(clock[2] or 0))
     if words := _TEXT_RUN.fullmatch(text):
-        text = _trimmed(_PREAMBLE.sub("", words.group(1), count=1))
+        text = _trimmed(words.group(1))
         if re.match(r"[\s(]*[A-Za-z]", text) and not _JOINS.search(text):
-            return Words(plain_words(text))
-    else:
-        text = _PREAMBLE.sub("", text, count=1)
+            return _words(text)
     if french := _FRENCH.fullmatch(text):  # ]3, 4] excludes the 3
         opening, low, high, closing = (group for group in french.groups() if group is not None)
         ends = (parse(low, nesting + 1), parse(high, nesting + 1))
@@ -134,6 +170,8 @@ def parse(text: str, nesting: int = 0) -> Form:
     parts, _ = split(_with_joins(text), _is_separator)
     parts = [part for part in (_trimmed(part) for part in parts) if part]
     parts = [part for part in parts if not _NUMBER_SETS.fullmatch(part)] or parts
+    if not re.search(r"[<>]|\\(?:le|ge)(?![a-z])", parts[0] if parts else ""):  # n^2, n > 1
+        parts = parts[:1] + [p for p in parts[1:] if not ((c := _CONDITION.fullmatch(p)) and c[1] in parts[0])]
     if len(parts) > 1:
         return _items([parse(part, nesting + 1) for part in parts], braces=False)
     text = parts[0] if parts else ""
@@ -144,6 +182,12 @@ def parse(text: str, nesting: int = 0) -> Form:
 
 def _single(text: str, nesting: int) -> Form:
     """The form of clean text that is neither a list nor ambiguous in a sign."""
+    if canonical(text) in ("\\emptyset", "\\{\\}"):
+        return Items((), braces=True)
+    text = _CLAUSE.split(text)[0].strip() or text
+    remark = _REMARK.search(text)
+    if remark and _SAYS.search(remark[1]) and not re.search(r"\b(?:and|or)\b", remark[1]):
+        text = text[: remark.start()].strip()
     sides, operators = split(text, lambda token: token in _RELATIONS or token in _APPROXIMATE or token == "\\in")
     if operators:
         return _relation([side.strip() for side in sides], operators, nesting)
@@ -167,9 +211,26 @@ def _single(text: str, nesting: int) -> Form:
         base = _BASES.get(numeral.group(2)) or (int(numeral.group(2)) if numeral.group(2).isdigit() else 0)
         if 2 <= base <= 36:
             return Numeral(numeral.group(1), base)
-    if (label := _LABEL.match(text)) and not re.search(r"\b(?:not|no|never)\b", label.group()):
+    if (label := _LABEL.match(text)) and not re.search(r"\b(?:no|not|never|than|least|most|over|under|except)\b", label.group()):
         return parse(text[label.end() :], nesting + 1)
-    return Value(quantity(text))
+    return _words(text) if _EMPTY.fullmatch(text.lower()) else Value(quantity(text))
+
+
+def _words(text: str) -> Form:
+    words = plain_words(text)
+    return Items((), braces=True) if _EMPTY.fullmatch(words) else Words(words)
+
+
+def _plain(text: str) -> str:
+    """`text`, as long as it is, with spaces for the marks of prose."""
+    return text.replace(TEXT_OPEN, " ").replace(TEXT_CLOSE, " ")
+
+
+def _from(text: str, start: int) -> str:
+    """`text` from `start` on, which may lie within a run of prose."""
+    rest = text[start:]
+    closes = rest.find(TEXT_CLOSE)
+    return TEXT_OPEN + rest if closes >= 0 and TEXT_OPEN not in rest[:closes] else rest
 
 
 def plain_words(text: str) -> str:
@@ -188,7 +249,7 @@ def plain_words(text: str) -> str:
         "an",
     ):
         words = words[1:]
-    return " ".join(words)
+    return " ".join(words).removesuffix(" function")
 
 
 #### Splitting
@@ -311,7 +372,10 @@ def _product(count: int) -> list[tuple[int, ...]]:
 
 def _relation(sides: list[str], operators: list[str], nesting: int) -> Form:
     if "\\in" in operators:  # membership: what it is a member of
-        return parse(sides[operators.index("\\in") + 1], nesting + 1)
+        at = operators.index("\\in")
+        if NAME.fullmatch(canonical(sides[at])) or not sides[at]:
+            return parse(sides[at + 1], nesting + 1)
+        return Value(Quantity("\\in".join(sides)))
     if not sides[0]:
         if operators[0] not in _APPROXIMATE:  # "> 7" is not 7
             return Value(Quantity("".join(part + operator for part, operator in zip(sides, [*operators, ""], strict=True))))

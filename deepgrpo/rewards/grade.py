@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
-from deepgrpo.rewards import verdict, weighted
+from deepgrpo.rewards import latex, marks, verdict, weighted
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.rubric import DEFAULT, Rubric, resolve
 from deepgrpo.rewards.sources import canonical
@@ -25,10 +25,8 @@ from deepgrpo.types import Grade
 
 __all__ = ["GRADERS", "STEP_CHECKING", "Answer", "Grader", "Rubric", "check_sources", "grade", "leaks_answer", "rubric_of"]
 
-BOX = r"\\(?:boxed|fbox)(?![A-Za-z])|<answer>"
-NUMBER = r"#{3,}|\\boxed(?![A-Za-z])|\banswer(?:\s+is\b|\s*:)|<answer>"
-TAG = r"<\s*/?\s*answer\b"
-ANY = f"{BOX}|{NUMBER}|{TAG}"
+BOXED = f"{marks.BOX}|{marks.TAG}|{marks.HASHES}|{marks.DECLARED}"
+ANY = f"{BOXED}|\\banswer\\s*:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +56,12 @@ class Grader:
 
 
 GRADERS: dict[str, Grader] = {
-    "GSM8K": Grader("deepgrpo.rewards.gsm8k:grade", NUMBER, "number"),
+    "GSM8K": Grader("deepgrpo.rewards.gsm8k:grade", BOXED, "number"),
     **dict.fromkeys(
         ("MATH", "DigitalLearningGmbH/MATH-lighteval", "AIME24", "AMC", "Minerva", "OlympiadBench"),
-        Grader("deepgrpo.rewards.math:grade", BOX, "boxed"),
+        Grader("deepgrpo.rewards.math:grade", BOXED, "boxed"),
     ),
-    "DeepScaleR": Grader("deepgrpo.rewards.deepscaler:grade", f"{BOX}|{NUMBER}", "formula"),
+    "DeepScaleR": Grader("deepgrpo.rewards.deepscaler:grade", BOXED, "formula"),
     **dict.fromkeys(
         ("hotpotqa", "2wikimultihopqa", "musique", "bamboogle"),
         Grader("deepgrpo.rewards.search_qa:grade", compatible="deepgrpo.rewards.search_qa:grade_strict_reference"),
@@ -73,8 +71,8 @@ GRADERS: dict[str, Grader] = {
         Grader("deepgrpo.rewards.tables:grade", compatible="deepgrpo.rewards.tables_strict:grade_strict_reference"),
     ),
     "DABench": Grader("deepgrpo.rewards.dabench:grade", compatible="deepgrpo.rewards.dabench:grade_strict_reference"),
-    **dict.fromkeys(("datatask", "research", "dabstep_research", "dabstep", "DSBench_data_analysis"), Grader("", TAG)),
-    "DSBench_data_modeling": Grader("", TAG),
+    **dict.fromkeys(("datatask", "research", "dabstep_research", "dabstep", "DSBench_data_analysis"), Grader("", marks.TAG)),
+    "DSBench_data_modeling": Grader("", marks.TAG),
     "ds1000": Grader("", r"```|<\s*code\b"),
     "carry_chain": Grader("deepgrpo.rewards.carry_chain:grade", "####", checks_steps=True),
     "arithmetic": Grader("deepgrpo.rewards.arithmetic:grade", "####", checks_steps=True),
@@ -201,10 +199,10 @@ def _task_grade(answer: Answer, rubric: Rubric) -> Grade:
     if rubric.grader != "typed" and (grader.family or grader.compatible):
         return _compatible(answer, grader, rubric)
     if grader.family and rubric.extract != "default":
-        return _extracted(answer, grader, rubric.extract)
+        return _extracted(marks.whole(answer), grader, rubric.extract)
     path = rubric.own_graders().get(answer.data_source)
     if path is None:
-        return resolve(grader.path)(answer)
+        return resolve(grader.path)(answer if grader.checks_steps else marks.whole(answer))
     result = verdict.called(path, resolve(path), answer)
     if isinstance(result, Grade):
         return result
@@ -226,16 +224,16 @@ def _compatible(answer: Answer, grader: Grader, rubric: Rubric) -> Grade:
 
 def _extracted(answer: Answer, grader: Grader, extract: str) -> Grade:
     """The typed graders on an answer that stands elsewhere than the source's own rule has it."""
-    from deepgrpo.rewards import answer_tags, gsm8k, latex, math
+    from deepgrpo.rewards import answer_tags, gsm8k, math
 
     if extract == "mark":
         return gsm8k.grade(answer, only_mark=True) if grader.family == "number" else resolve(grader.path)(answer)
-    text = answer_tags.inside(answer, lenient=extract == "answer_tag_lenient")
-    if text is None:
-        return Grade(0.0, False, "unformatted")
+    stated = answer_tags.inside(answer, lenient=extract == "answer_tag_lenient")
     if grader.family == "number":
-        return gsm8k.grade(dataclasses.replace(answer, response=text))
-    return math.verdict(answer, latex.last_boxes(text) if "\\boxed" in text else [text])
+        grades = [gsm8k.grade(dataclasses.replace(answer, response=text)) for text in stated]
+    else:
+        grades = [math.verdict(answer, latex.last_boxes(text) if "\\boxed" in text else [text]) for text in stated]
+    return marks.worst(grades)
 
 
 def user_functions(source: str, rubric: Rubric) -> list[str]:
@@ -254,7 +252,7 @@ def leaks_answer(data_source: str, text: str) -> bool:
     """
     grader = GRADERS.get(canonical(data_source), Grader("", ANY))
     leaks = grader.leaks or sys.modules[resolve(grader.path).__module__].LEAK
-    return _pattern(leaks).search(text) is not None
+    return any(_pattern(leaks).search(spelling) for spelling in (text, latex.clean_lines(text)))
 
 
 @functools.cache

@@ -7,10 +7,14 @@ the later stages can tell words from products of variables. A row break of a mat
 import re
 import unicodedata
 
+from deepgrpo.rewards import marks
+
 TEXT_OPEN, TEXT_CLOSE, ROW = "\x02", "\x03", "\x04"
 MAX_RAW = 10_000  # characters of a box before cleaning
 
 _BOX = re.compile(r"\\boxed(?![A-Za-z])")
+_OTHER_BOX = re.compile(marks.BOX)  # where there is none of the first kind
+_RUN = re.compile(r"\s{20,}")
 _JOIN = re.compile(
     r"[\s$.,;:&\\\[\]()*]*(?:(?:and|or|,|[A-Za-z](?:_\{?\d\}?)?\s*=)[\s$.,;:&\\\[\]()*]*)*"
 )  # what may stand between boxes of one list
@@ -28,6 +32,7 @@ def last_boxes(text: str) -> list[str] | None:
       The contents in order of appearance, or None if there is no box or the last one is unclosed.
     """
     found: list[str] = []
+    text = squeezed(text)
     limit = len(text)
     for match in reversed(_tail_boxes(text)):
         content = _content(text, match.end())
@@ -48,7 +53,13 @@ def boxes(text: str) -> list[str]:
 
 
 def _tail_boxes(text: str) -> list[re.Match]:
-    return list(_BOX.finditer(text, max(0, len(text) - 200_000)))[-51:]
+    start = max(0, len(text) - 200_000)
+    return list(_BOX.finditer(text, start))[-51:] or list(_OTHER_BOX.finditer(text, start))[-51:]
+
+
+def squeezed(text: str) -> str:
+    """`text` with each long run of white space as one character."""
+    return _RUN.sub(lambda m: "\n" if "\n" in m.group() else " ", text)
 
 
 def _content(text: str, start: int) -> tuple[str, int] | None:
@@ -106,7 +117,7 @@ _RENAMED = {
         "left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr displaystyle textstyle limits".split(), ""
     ),
     **dict.fromkeys(
-        "bf rm it sf tt boldmath boxed fbox mathbf boldsymbol mathit bm underline emph ensuremath limits".split(), ""
+        "bf rm it sf tt boldmath boxed fbox framebox mathbf boldsymbol mathit bm underline emph ensuremath limits".split(), ""
     ),
     **dict.fromkeys("Huge huge LARGE Large large normalsize small footnotesize tiny scriptstyle".split(), ""),
     **dict.fromkeys("checkmark blacksquare square Box qed".split(), ""),
@@ -138,7 +149,7 @@ _DERIVATIVE = re.compile(
 
 def clean(raw: str) -> str:
     """`raw` in this module's one spelling. Linear in its length but for a bounded number of nested text groups."""
-    text = _ascii(raw)
+    text = _ascii(squeezed(raw))
     text = re.sub(r"\\\\(?:\[[^\]]*\])?|\\tabularnewline|\\cr\b", ROW, text)
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]", "", text)  # the delimiters of math mode
     text = re.sub(r"\d(?:,\\!|\{,\}|\\[,;:!]|\\ |,\\ )\s*(?=\d{3}(?!\d))", lambda m: m.group()[0], text)  # 10{,}080, 10\,080
@@ -160,7 +171,6 @@ def clean(raw: str) -> str:
     text = text.rpartition("\\implies")[2] if re.search(r"\\implies\s*\S", text) else text  # what follows is the conclusion
     text = re.sub(r"\^\s*\{\s*('(?:\s*')*)\s*\}|\^\s*('+)", lambda m: (m.group(1) or m.group(2)).replace(" ", ""), text)
     text = _DERIVATIVE.sub(_primed, text)
-    text = re.sub(r"\\sqrt\s+(\d+)", r"\\sqrt{\1}", text) if "\u221a" in raw else text
     return re.sub(r"\s+", " ", text).strip()
 
 
@@ -197,7 +207,7 @@ def _dots_as_primes(match: re.Match) -> str:
 
 def clean_lines(text: str) -> str:
     """Running text in ASCII, line by line: without invisible characters, emphasis, dollar signs and thin spaces."""
-    text = "\n".join(_ascii(line) for line in text.split("\n"))
+    text = "\n".join(_ascii(line) for line in squeezed(text).split("\n"))
     text = re.sub(r"\{,\}|,\\!", ",", text)
     return re.sub(r"\\?\$|\*\*|\\[,;!]", "", text)
 

@@ -1,9 +1,10 @@
 """The grader of multi-hop search questions: hotpotqa, 2wikimultihopqa, musique, bamboogle.
 
-The last answer pair of the response counts, if it stands outside of thoughts, queries and retrieved passages. It must say the
-same as one of the golden answers (see `normalise`). In training a part of the reward is for structure: prefix and response, one
-text, must be think -> (search -> information -> think)* -> answer, with nothing but white space in between. In validation the
-reward is plain 0 or 1. A wrong answer earns up to 0.2 in training, and is a failure all the same: success is the answer's part.
+The answer pairs of the response count that stand outside of thoughts, queries and retrieved passages. Each must say the same as
+one of the golden answers (see `normalise`): a second one that doesn't is hedging. In training a part of the reward is for
+structure: prefix and response, one text, must be think -> (search -> information -> think)* -> answer, with nothing but white
+space in between. In validation the reward is plain 0 or 1. A wrong answer earns up to 0.2 in training, and is a failure all the
+same: success is the answer's part.
 """
 
 import collections
@@ -11,7 +12,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from deepgrpo.rewards import normalise
+from deepgrpo.rewards import marks, normalise
 from deepgrpo.rewards.answer import Answer, own_words
 from deepgrpo.types import TASK, Grade
 
@@ -53,15 +54,18 @@ def grade(answer: Answer, training: Levels = TRAINING, validation: Levels = VALI
     """The reward by structure and answer; no verdict where the row has no usable golden answer."""
     golden = golden_answers(answer.ground_truth)
     response = own_words(answer.response)
-    found = final_answer(answer.prefix, response)
+    found = final_answers(answer.prefix, response)
+    last = found[-1][:200] if found else ""
     if not golden:
-        return Grade(None, found is not None, "bad_key", (found or "")[:200])
+        return Grade(None, bool(found), "bad_key", last)
     valid = bool(response.strip()) and valid_structure(answer.prefix + response)
-    right = found is not None and any(normalise.same(key, found, normalise.Rules()) for key in golden)
+    right = bool(found) and all(
+        any(normalise.same(key, one, normalise.Rules()) for key in golden) for one in found[-marks.MAX_STATED :]
+    )
     levels = validation if answer.validation else training
     hit = levels.retrieved > 0 and valid and retrieved(response, golden)
-    reason = "right" if right else "unformatted" if found is None else "wrong"
-    return _grade(levels, found is not None, right, valid, hit, found is not None, reason, (found or "")[:200])
+    reason = "right" if right else "wrong" if found else "unformatted"
+    return _grade(levels, bool(found), right, valid, hit, bool(found), reason, last)
 
 
 def _grade(levels: Levels, answered: bool, right: bool, valid: bool, hit: bool, completed: bool, reason: str, text: str) -> Grade:
@@ -80,23 +84,23 @@ def golden_answers(ground_truth: str | Sequence[str]) -> list[str]:
     return [text for one in golden if one is not None and (text := str(one).strip())]
 
 
-def final_answer(prefix: str, response: str) -> str | None:
-    """Content of the last answer pair that `response` opens and closes outside of other tags; None without, or if empty."""
+def final_answers(prefix: str, response: str) -> list[str]:
+    """Contents of the answer pairs that `response` opens and closes outside of other tags; none if the last one is empty."""
     text = prefix + response
     tags = list(_TAG.finditer(text))
     last_close = {tag[2]: tag.start() for tag in tags if tag[1]}
-    inside, opened, found = "", None, None
+    inside, opened, found = "", None, []
     for tag in tags:
         closes, name = bool(tag[1]), tag[2]
         if inside:
             inside = "" if closes and name == inside else inside
         elif name == "answer":
             if closes and opened is not None:
-                found = text[opened : tag.start()]
+                found.append(text[opened : tag.start()].strip())
             opened = tag.end() if not closes and tag.start() >= len(prefix) else None
         elif not closes and last_close.get(name, -1) > tag.start():
             inside, opened = name, None
-    return found.strip() or None if found else None
+    return list(filter(None, found)) if found and found[-1] else []
 
 
 def valid_structure(text: str) -> bool:

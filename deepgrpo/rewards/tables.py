@@ -1,7 +1,7 @@
 """The graders of questions about tables: finqa, hybridqa, ottqa, multihiertt, wikitq, reasoning-table.
 
-One extractor for all: the last answer pair of the response (`<Answer>` or `<answer>`), else its last `Answer:` line. A response
-without either has no final answer. The comparison is the source's (`RULES`):
+One extractor for all: the answer pairs of the response (`<Answer>` or `<answer>`), each of which must be right, else its last
+`Answer:` line. A response without either has no final answer. The comparison is the source's (`RULES`):
 
     finqa               numbers agree in the coarser of the two written precisions (see `normalise.rounded`); (3.2) is -3.2
     multihiertt         numbers agree within 1e-5 of the key
@@ -11,7 +11,7 @@ without either has no final answer. The comparison is the source's (`RULES`):
 
 import re
 
-from deepgrpo.rewards import latex, normalise
+from deepgrpo.rewards import latex, marks, normalise
 from deepgrpo.rewards.answer import Answer, own_words
 from deepgrpo.types import Grade
 
@@ -36,12 +36,13 @@ _WRAPPERS = " \t\r\n*_`\"'\u201c\u201d\u2018\u2019"
 
 def grade(answer: Answer) -> Grade:
     """1 if the final answer of the response says the same as the key, else 0; no verdict where the row has no usable key."""
-    found = stated(own_words(answer.response))
-    keys = _keys(answer)
+    found, keys = stated(own_words(answer.response)), _keys(answer)
     if not keys:
-        return Grade(None, found is not None, "bad_key", (found or "")[:200])
-    if found is None:
-        return Grade(0.0, False, "unformatted")
+        return Grade(None, bool(found), "bad_key", (found or [""])[-1][:200])
+    return marks.worst(_verdict(answer, keys, one) for one in found[::-1])
+
+
+def _verdict(answer: Answer, keys: list[str], found: str) -> Grade:
     if len(found) > normalise.MAX_CHARS:
         return Grade(0.0, True, "too_long", found[:200])
     rules = RULES.get(answer.data_source, PLAIN)
@@ -63,26 +64,27 @@ def _keys(answer: Answer) -> list[str]:
     return ["|".join(texts)] if len(texts) > 1 and answer.data_source in LISTS else texts
 
 
-def stated(text: str) -> str | None:
-    """The final answer that a response gives, without what it is wrapped in; None if it gives none."""
-    inside = last_pair(text)
-    if inside is not None:
-        inside = inside[inside.lower().rfind("</analyze>") + len("</analyze>") :] if "</analyze>" in inside.lower() else inside
-        marked = _after_mark(inside)
-        found = _END.split(marked if marked and marked.strip() else inside.strip(), maxsplit=1)[0]
-    else:
-        found = (_after_mark(text) or "").lstrip(_WRAPPERS).split("\n", 1)[0]
-    return unwrapped(found) or None
+def stated(text: str) -> list[str]:
+    """The final answers that a response gives, without what they are wrapped in; none if the last one is empty."""
+    found = [_inside(pair) for pair in pairs(text)] or [(_after_mark(text) or "").lstrip(_WRAPPERS).split("\n", 1)[0]]
+    found = [unwrapped(one) for one in found]
+    return list(filter(None, found)) if found[-1] else []
 
 
-def last_pair(text: str) -> str | None:
-    """Content of the last `<answer>` pair, in any case; of nested ones the inner one."""
-    opened, found = None, None
+def _inside(pair: str) -> str:
+    pair = pair[pair.lower().rfind("</analyze>") + len("</analyze>") :] if "</analyze>" in pair.lower() else pair
+    marked = _after_mark(pair)
+    return _END.split(marked if marked and marked.strip() else pair.strip(), maxsplit=1)[0]
+
+
+def pairs(text: str) -> list[str]:
+    """Contents of the last `<answer>` pairs, in any case; of nested ones the inner one."""
+    opened, found = None, []
     for tag in _TAG.finditer(text):
         if tag[1] and opened is not None:
-            found = text[opened : tag.start()]
+            found.append(text[opened : tag.start()])
         opened = None if tag[1] else tag.end()
-    return found
+    return found[-marks.MAX_STATED :]
 
 
 def _after_mark(text: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from fractions import Fraction
 
 from deepgrpo.rewards.latex import TEXT_CLOSE, TEXT_OPEN
 
@@ -37,9 +38,7 @@ _SPELLINGS = {
     "angstrom": "angstrom angstroms",
     "percent": "percent",
     "mph": "mph",
-    "am": "am",
-    "pm": "pm",
-    **{name.lower(): name.lower() for name in "kHz MHz GHz eV keV MeV nm pc kpc Mpc mol rad arcsec steradians".split()},
+    **{name.lower(): name.lower() for name in "kHz MHz GHz eV keV MeV nm pc kpc Mpc mol rad arcmin arcsec steradians".split()},
 }
 _NAMES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -53,8 +52,25 @@ _TRAILING = re.compile(
     rf"^(?P<body>.*[^\s,])[\s,]*{TEXT_OPEN}(?P<unit>[^{TEXT_CLOSE}]*){TEXT_CLOSE}\s*(?:\^\s*\{{?\s*(?P<power>\d)\s*\}}?)?$",
     re.DOTALL,
 )
+_ARC = re.compile(r"^(\d+)\s*\\degree\s*(\d+)'(?!')\s*(?:(\d+)'')?$")  # degrees, minutes and seconds
 _DEGREE = re.compile(rf"^(?P<body>.*\S)\s*\\degree\s*{TEXT_OPEN}?\s*(?P<scale>[CFK]?)\s*{TEXT_CLOSE}?$", re.DOTALL)
-_CLAUSE = re.compile(rf"{TEXT_OPEN}\s*(?:for|where|with|if|when|whenever|such that)\b")
+
+
+_PARTS = {  # what one of a unit is made of
+    **{"hour": ("minute", 60), "minute": ("second", 60), "day": ("hour", 24), "week": ("day", 7), "year": ("month", 12)},
+    **{"foot": ("inch", 12), "pound": ("ounce", 16), "dollar": ("cent", 100)},
+}
+COMPOUND = re.compile(  # 3 hours and 30 minutes
+    r"(?<![\d.,^])(\d{1,9}(?:\.\d{1,9})?)\s?([A-Za-z]{1,8})\.?,?\s{1,3}(?:and\s)?\s?(\d{1,9}(?:\.\d{1,9})?)\s?([A-Za-z]{1,8})\b"
+)
+
+
+def compound(match: re.Match) -> dict[str, Fraction]:
+    """The value of a COMPOUND by unit, the larger and the smaller; empty if the one is no part of the other."""
+    large, small = (_NAMES.get(match[i].lower(), "") for i in (2, 4))
+    part, size = _PARTS.get(large, ("", 1))
+    total = Fraction(match[1]) * size + Fraction(match[3])
+    return {small: total, large: total / size} if part == small else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +85,7 @@ class Quantity:
 
 def quantity(text: str) -> Quantity:
     """Splits clean text into its number or expression and what it is measured in."""
-    text = re.split(_CLAUSE, text)[0].strip() or text
+    text = _ARC.sub(r"(\1+\2/60+0\3/3600)\\degree", text)
     if TEXT_OPEN not in text:
         mark = rf"{TEXT_OPEN}\1{TEXT_CLOSE}"
         text = _PLAIN_WORDS.sub(rf"\1 {TEXT_OPEN}\2{TEXT_CLOSE}", _PLAIN_UNIT.sub(mark, text))
@@ -90,7 +106,8 @@ def quantity(text: str) -> Quantity:
             unit = (*unit, *named) if unit and named and named[0] == "per" else named or unit
         else:
             break
-    text = re.sub(r"(?<=[\d}])'{1,2}$", "", text)  # minutes and seconds of arc
+    if arc := re.search(r"(?<=[\d}])'{1,2}$", text):
+        text, unit = text[: arc.start()], (arc.group(),)
     percent = re.fullmatch(r"(.*[^\s\\])\s*\\?%", text, re.DOTALL)
     percent_word = unit == ("percent",)
     return Quantity(percent.group(1) if percent else text, None if percent_word else unit, bool(percent) or percent_word, scale)

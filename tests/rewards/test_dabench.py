@@ -28,7 +28,7 @@ def test_golden(case):
     ("response", "reason"),
     [
         ("<Answer>@mean[29.70] and @count[891]</Answer>", "right"),
-        ("<answer>@count[1]</answer><answer>@mean[29.7]@count[1]@count['891']</answer>", "right"),
+        ("<answer>@mean[29.7]@count[1]@count['891']</answer>", "right"),
         ("<Answer>@mean[29.7]\n@count[892]</Answer>", "wrong"),
         ("<Answer>@mean[29.70001]\n@count[891]</Answer>", "wrong"),
         ("<Answer>@mean[29.7]</Answer>", "partial"),

@@ -65,8 +65,10 @@ def test_what_stands_inside_other_tags_or_is_not_closed_is_no_answer(response):
     assert (grade.reward, grade.completed, grade.reason) == (0.0, False, "unformatted")
 
 
-def test_the_last_answer_counts_and_nested_ones_are_one():
-    assert graded("<answer>Rhine</answer> no: <answer>Danube</answer>").answer == "Danube"
+def test_every_answer_must_be_right_and_nested_ones_are_one():
+    hedged = graded("<answer>Rhine</answer> no: <answer>Danube</answer>", validation=True)
+    assert (hedged.answer, hedged.reward) == ("Danube", 0.0)
+    assert graded("<answer>Danube</answer> yes: <answer>the Danube</answer>", validation=True).reward == 1.0
     assert graded("<answer>it is <answer>Danube</answer></answer>").answer == "Danube"
 
 

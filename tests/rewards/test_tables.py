@@ -28,7 +28,7 @@ def test_golden(case):
     ("response", "answer"),
     [
         ("Answer: Bergen\nno, <Answer>Oslo</Answer>", "Oslo"),
-        ("<answer>Bergen</answer><ANSWER> Oslo. </ANSWER>", "Oslo"),
+        ("<answer>oslo</answer><ANSWER> Oslo. </ANSWER>", "Oslo"),
         ("<answer><answer>Oslo</answer></answer>", "Oslo"),
         ("<Answer>Answer: Oslo\n\nUsed cells: A1</Answer>", "Oslo"),
         ("<Answer><Analyze>Bergen?</Analyze>Oslo</Answer>", "Oslo"),
@@ -47,6 +47,7 @@ def test_one_extractor_for_all(response, answer):
     for source in SOURCES:
         grade = graded(source, response, "Oslo")
         assert (grade.reward, grade.completed, grade.answer) == (float(answer is not None), answer is not None, answer or "")
+        assert graded(source, "<answer>Bergen</answer><ANSWER>Oslo</ANSWER>", "Oslo").reward == 0  # hedging
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
     versions = [engine.version]  # of the weights, the newest two
     while not done() and (ahead or not stop.is_set()):
         step += 1
-        with timer("step"):
+        with timer("step", f"step {step}"):
             ########################################################################################################
             #  Prompts (the data set's, and hard states) and their rollouts, graded as they finish
             ########################################################################################################

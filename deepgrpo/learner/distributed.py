@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection
@@ -27,10 +28,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from deepgrpo.learner.rows import Row
+from deepgrpo.telemetry import waits
 
 # Variables of schedulers whose processes JAX recognises by itself, each with a value above 1 when there are several.
 CLUSTERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 GREETING_BYTES = 1024
+BEAT, BEAT_SECONDS = b"beat", 30.0
+SILENCE = 600.0  # seconds without a beat after which process 0 hangs; also for the start, where nothing is computed
+HANGS = 3600.0  # for what devices and other processes compute, compile or load before they go on
 
 log = logging.getLogger(__name__)
 
@@ -66,33 +71,95 @@ def require_agreement(value: Any, what: str) -> None:
 class Channel:
     """From process 0 to all others: messages of a name, a JSON-able mapping and arrays, in order.
 
-    A process that is gone is an error at the next message, on either side.
+    A process that is gone is an error at the next message, on either side. The others say when they take a message and when they
+    are done with it, so that process 0 can name who is behind (`behind`). In return it sends a beat from time to time (`beat`),
+    since they may wait for hours while rollouts are made: where none comes for SILENCE seconds, process 0 hangs.
     """
 
     def __init__(self, connections: Sequence[connection.Connection]):
         self._connections = connections
+        self._sent = self._taken = 0  # messages
+        self._name = "nothing yet"  # of the newest message
+        self._heard = dict.fromkeys(
+            range(1, len(connections) + 1), (0, "done")
+        )  # of each other process: message, where it stands
+        self._sending, self._hearing = threading.Lock(), threading.Lock()
 
     def send(self, name: str, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Raises ConnectionError: a process is gone."""
         buffer = io.BytesIO()
         header = np.frombuffer(json.dumps([name, fields]).encode(), np.uint8)
         np.savez(buffer, header=header, **{f"array:{key}": x for key, x in arrays.items()})
+        self._sent, self._name = self._sent + 1, name
+        self._hear()
+        self._send(buffer.getbuffer())
+
+    def _send(self, content: Any) -> None:
         for index, one in enumerate(self._connections, 1):
-            try:
-                one.send_bytes(buffer.getbuffer())
-            except OSError as error:
-                raise ConnectionError(f"process {index} of the learner is gone ({error}); see its own output") from error
+            with (
+                self._sending,
+                waits.on(f"process {index} of the learner, to take a message", HANGS),
+                _gone(f"process {index}"),
+            ):
+                one.send_bytes(content)
+
+    def _hear(self) -> None:
+        """Reads what the others have said so far. One that is gone is the next message's error."""
+        with self._hearing, contextlib.suppress(EOFError, OSError):
+            for index, one in enumerate(self._connections, 1):
+                while one.poll():
+                    self._heard[index] = tuple(json.loads(one.recv_bytes()))
+
+    def behind(self) -> str:
+        """Which processes have not done what the newest message asks of them, for a line of the watchdog."""
+        self._hear()
+        found = []
+        for index, (number, stage) in self._heard.items():
+            if number < self._sent:
+                found.append(f"process {index} has not taken {self._name!r} yet")
+            elif stage != "done":
+                found.append(f"process {index} is at {self._name!r}")
+        return "; ".join(found) or f"all processes have begun {self._name!r}"
+
+    def beat(self) -> None:
+        """Tells the others that process 0 lives, whatever its main thread does."""
+        self._send(BEAT)
 
     def receive(self) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
-        """Waits for the next message. Raises ConnectionError: process 0 is gone."""
-        try:
-            content = self._connections[0].recv_bytes()
-        except (EOFError, OSError) as error:
-            raise ConnectionError("process 0 of the learner is gone before it said so; see its own output") from error
+        """Waits for the next message, and is done with the one before. Raises ConnectionError: process 0 is gone, or hangs."""
+        one, content = self._connections[0], BEAT
+        with _gone("process 0"):
+            if self._taken:
+                one.send_bytes(json.dumps((self._taken, "done")).encode())
+            while content == BEAT:
+                if not one.poll(SILENCE):
+                    raise ConnectionError(f"process 0 of the learner has said nothing for {SILENCE:.0f} s: it hangs")
+                content = one.recv_bytes()
+            self._taken += 1
+            one.send_bytes(json.dumps((self._taken, "taken")).encode())
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             name, fields = json.loads(bytes(file["header"]))
             arrays = {key.removeprefix("array:"): file[key] for key in file.files if key != "header"}
         return name, fields, arrays
+
+
+@contextlib.contextmanager
+def _gone(who: str) -> Iterator[None]:
+    """An error of the connection names the process at its other end."""
+    try:
+        yield
+    except ConnectionError as error:
+        if type(error) is ConnectionError:  # ours
+            raise
+        raise ConnectionError(f"{who} of the learner is gone ({error}); see its own output") from error
+    except (EOFError, OSError) as error:
+        raise ConnectionError(f"{who} of the learner is gone ({error}); see its own output") from error
+
+
+def _beat(channel: Channel, ended: threading.Event) -> None:
+    with contextlib.suppress(ConnectionError):  # whoever is gone is the next message's error
+        while not ended.wait(BEAT_SECONDS):
+            channel.beat()
 
 
 @contextlib.contextmanager
@@ -113,8 +180,14 @@ def open_channel(coordinator: str = "") -> Iterator[Channel | None]:
         key = secrets.token_hex(16)
         listener = stack.enter_context(connection.Listener(("", 0), backlog=jax.process_count(), authkey=key.encode()))
         _broadcast(json.dumps({"addresses": _addresses(coordinator), "port": listener.address[1], "key": key}).encode())
-        accepted = [stack.enter_context(listener.accept()) for _ in range(jax.process_count() - 1)]
-        channel = Channel(accepted)
+        accepted: list[connection.Connection] = []
+        count = jax.process_count() - 1
+        with waits.on(lambda: f"{count - len(accepted)} of {count} processes of the learner, to connect", SILENCE):
+            while len(accepted) < count:
+                accepted.append(stack.enter_context(listener.accept()))
+        channel, ended = Channel(accepted), threading.Event()
+        stack.callback(ended.set)
+        threading.Thread(target=_beat, args=(channel, ended), name="beat", daemon=True).start()
         yield channel
         channel.send("stop", {}, {})  # only after a life without an error: the others' last message must not lie
 
@@ -161,7 +234,8 @@ def _broadcast(text: bytes) -> bytes:
     if len(text) > GREETING_BYTES:
         raise ValueError(f"{len(text)} bytes to agree on, expected at most {GREETING_BYTES}")
     padded = np.frombuffer(text.ljust(GREETING_BYTES), np.uint8)
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)).rstrip()
+    with waits.on("all processes of the learner, to agree", SILENCE):
+        return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)).rstrip()
 
 
 ######################################################################################################################

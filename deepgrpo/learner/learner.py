@@ -1,8 +1,10 @@
 """The learner: owns policy, optimizer and reference, and turns a step's rows into optimizer steps."""
 
 import collections
+import contextlib
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,6 +26,7 @@ from deepgrpo.learner.programs import Programs, abstract_state, batch_shapes
 from deepgrpo.learner.rows import Row, check_row
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import Placement, Transformer
+from deepgrpo.telemetry import waits
 from deepgrpo.types import Ids, as_ids
 
 log = logging.getLogger(__name__)
@@ -92,7 +95,7 @@ class Learner:
         self._newest: collections.deque[tuple[int, list[Batch]]] = collections.deque(maxlen=2)  # updates: at most two run
 
         self._shardings = sharding.parameter_shardings(params, self.mesh)
-        self._state = {"params": sharding.place(jax.tree.map(as_float32, params), self._shardings)}
+        self._state = {"params": sharding.place(jax.tree.map(lambda x: x.astype(np.float32), params), self._shardings)}
         optimizer_state = functools.partial(step_lib.optimizer_state, o=self.objective)
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state(params, self.mesh, self.objective))
         del shardings["params"]
@@ -153,16 +156,8 @@ class Learner:
         Raises:
           ValueError: it differs; names the first difference.
         """
-        mine, structure = jax.tree_util.tree_flatten_with_path(self.state)
-        theirs, other = jax.tree_util.tree_flatten_with_path(tree)
-        if structure != other:
-            raise ValueError(
-                f"learner state to restore has parts {sorted(tree)}, expected {sorted(self.state)}"
-                f" (a reference belongs to kl_coef > 0, teacher_adam to teacher_update=post_ppo)"
-            )
-        for (path, x), (_, y) in zip(mine, theirs, strict=True):
-            if x.shape != y.shape or x.dtype != y.dtype:
-                raise ValueError(f"{sharding.path_name(path)}: stored {y.dtype}{y.shape}, expected {x.dtype}{x.shape}")
+        hint = "a reference belongs to kl_coef > 0, teacher_adam to teacher_update=post_ppo"
+        sharding.require_like(tree, self.state, f"learner state to restore ({hint})")
         shardings = jax.tree.map(lambda x: x.sharding, self.state)
         self._state, self._reference = {}, None  # freed first: the old state and a new one need not fit side by side
         placed = sharding.place(dict(tree), shardings)
@@ -290,7 +285,8 @@ class Learner:
         self, step: int, results: list, mini_batches: list[list[Row]], metrics: dict, times: dict[str, Future], work: float
     ) -> dict:
         """Waits for an update, counts what it did and returns its metrics."""
-        results = jax.device_get(results)
+        with self._waiting(f"the update of step {step}"):
+            results = jax.device_get(results)
         seconds = {name: future.result() for name, future in times.items()}
         done, nonfinite = report.count_steps(results)
         self._host["nonfinite_steps"] += nonfinite
@@ -363,11 +359,18 @@ class Learner:
             scalars = self._scalars(np.float32(lr), np.int32(batch.used))
             self._state, result = self._program("teacher_step", arrays)(self._state, arrays, *scalars)
             results.append(result)
-        results = jax.device_get(results)
+        with self._waiting(f"the teacher's update of step {step}"):
+            results = jax.device_get(results)
         if self._leads:
             explain = lambda i: self._explain("explain_teacher", step, i, results[i])  # noqa: E731
             self._nonfinite.look("update_teacher", step, results, explain)
         return report.teacher_metrics(results, mini_batches, lr), [bool(np.isfinite(r["grad_norm"])) for r in results]
+
+    def _waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Of what the devices compute. One CPU process may take as long as it likes: its device is itself."""
+        alone = self._channel is None and self.mesh.devices.flat[0].platform == "cpu"
+        behind = (lambda: what) if self._channel is None else lambda: f"{what}, from the devices; {self._channel.behind()}"
+        return waits.on(behind, math.inf if alone else distributed.HANGS)
 
     #### What is not finite
 
@@ -425,7 +428,8 @@ class Learner:
             started.append((batch.slots, self._gather(logp)))
 
         def fetch() -> list[np.ndarray]:
-            fetched = [(slots, jax.device_get(logp)) for slots, logp in started]
+            with self._waiting(f"the log-probs of {len(rows)} texts"):
+                fetched = [(slots, jax.device_get(logp)) for slots, logp in started]
             found = iter([(host[a, b], start) for slots, host in fetched for a, b, start in slots])
             results = []
             for row in rows:
@@ -491,7 +495,3 @@ class Learner:
                 self._start_explaining(**fields)
             else:
                 handlers[name](**fields)
-
-
-def as_float32(x: Any) -> Any:
-    return x.astype(np.float32)

@@ -21,6 +21,7 @@ from deepgrpo.learner.objective import SUFFIX_SFT, Objective
 from deepgrpo.learner.optim import Optim
 from deepgrpo.learner.packing import Shape
 from deepgrpo.model.transformer import Transformer
+from deepgrpo.telemetry import waits
 
 THREADS = 4  # that compile at once: XLA uses a few cores for one program, and each program has serial parts
 
@@ -130,7 +131,8 @@ class Programs:
                 future.set_result(self._compile(name, shape))
             except BaseException as error:
                 future.set_exception(error)
-        program = future.result()
+        with waits.on(f"the compiler, for {name} at {shape}"):
+            program = future.result()
         self.waited += time.monotonic() - start
         return program
 

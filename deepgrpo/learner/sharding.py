@@ -122,6 +122,17 @@ def put(tree: Any, to: NamedSharding) -> Any:
     return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), to, lambda index: np.asarray(x)[index]), tree)
 
 
+def require_like(tree: Mapping[str, Any], like: Mapping[str, Any], what: str) -> None:
+    """Raises ValueError, naming the first difference, unless both trees of arrays have one structure, shapes and dtypes."""
+    mine, structure = jax.tree_util.tree_flatten_with_path(like)
+    theirs, other = jax.tree_util.tree_flatten_with_path(tree)
+    if structure != other:
+        raise ValueError(f"{what} has parts {sorted(tree)}, expected {sorted(like)}")
+    for (path, x), (_, y) in zip(mine, theirs, strict=True):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            raise ValueError(f"{path_name(path)}: stored {y.dtype}{y.shape}, expected {x.dtype}{x.shape}")
+
+
 def place(tree: Any, shardings: Any) -> Any:
     """Copies a tree of host or device arrays to its shardings, leaf by leaf; the result shares no buffer with its source.
 

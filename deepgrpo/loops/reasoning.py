@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from deepgrpo.loops.base import Setting
 from deepgrpo.rewards.grade import Answer
 from deepgrpo.rollout.engine import Request, sample_seed
+from deepgrpo.telemetry import waits
 from deepgrpo.types import Completion, Grade, Group, Ids, Prompt, Rollout
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,8 @@ def wait_for_verdicts(setting: Setting, verdicts: Sequence[concurrent.futures.Fu
     Raises:
       TimeoutError: none is: that is the service, not the answers.
     """
-    done, late = concurrent.futures.wait(verdicts, timeout=setting.grading_deadline)
+    with waits.on(lambda: f"{sum(not v.done() for v in verdicts)} of {len(verdicts)} verdicts (rewards.deadline)"):
+        done, late = concurrent.futures.wait(verdicts, timeout=setting.grading_deadline)
     for future in late:
         future.cancel()
     if late:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from deepgrpo.rollout.vllm_control import Control, VllmError
 from deepgrpo.rollout.vllm_proof import Proof, Weights, prove
 from deepgrpo.rollout.vllm_server import VllmServer, VllmServerError
+from deepgrpo.telemetry import waits
 from deepgrpo.types import as_ids
 
 RESTARTS = 3  # in a row, before a server is given up
@@ -95,7 +96,8 @@ class Fleet:
           PublishError: or whatever else the update failed with.
         """
         if self._update is not None:
-            self._update.result()
+            with waits.on("the newest weights, to be written, loaded and proven"):
+                self._update.result()
             self._update = None
 
     def adopt(self, weights: Weights) -> None:

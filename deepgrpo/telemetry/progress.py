@@ -9,21 +9,33 @@ import rich.console
 import rich.live
 import rich.text
 
+from deepgrpo.telemetry import waits
+
+STAGES = {  # what a part waits for, for the watchdog's line
+    "gen": "rollouts and their verdicts",
+    "teacher_wait": "the teacher's corrections (teacher.synchronous)",
+    "publish": "the engine, to take the new weights",
+    "testing": "validation",
+    "save_checkpoint": "the checkpoint, to be written",
+}
 SHOWN_PARTS = {"gen": "rollouts", "update_actor": "update", "teacher_wait": "teacher", "testing": "validation"}
 
 
 class Timer:
-    """Seconds spent in the named parts of a step, as `timing_s/<part>`; parts may nest, each counts its own whole time."""
+    """Seconds spent in the named parts of a step, as `timing_s/<part>`; parts may nest, each counts its own whole time.
+    The log says which part takes long (telemetry/waits.py)."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
         self._seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
+    def __call__(self, part: str, name: str = "") -> Iterator[None]:
+        """name: of the part in the watchdog's line, where `STAGES` has none."""
         start = self._clock()
         try:
-            yield
+            with waits.on(name or STAGES.get(part, part)):
+                yield
         finally:
             self._seconds[part] = self._seconds.get(part, 0.0) + self._clock() - start
 

@@ -24,10 +24,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from deepgrpo.model.config import ModelConfig
+from deepgrpo.telemetry import waits
 from deepgrpo.weights import hf
 from deepgrpo.weights.checkpoint import named_leaves
 
 ROUTES = ("orbax", "direct")
+WRITE_SECONDS = 3600.0  # for all processes to write a snapshot; past it one of them, or the folder, hangs
 GROUP_BYTES = 2 * 2**30  # of arrays that are read from Orbax at once
 
 # Orbax warns, at each save by a single process, that there is nothing to merge from several.
@@ -72,7 +74,8 @@ class Snapshots:
             return _copy(params, self.config, self.dtype)
         folder, self._stored = self.folder / f".{self._stored}.shards", self._stored + 1
         announce("store", folder=str(folder))
-        return store(params, folder, self.config, self.dtype)
+        with waits.on(f"all processes of the learner, to write {folder} (weights.folder)", WRITE_SECONDS):
+            return store(params, folder, self.config, self.dtype)
 
     def write(self, policy: Any, name: str, seconds: dict[str, float]) -> pathlib.Path:
         """Writes what `take` returned and returns the folder, which appears at once and complete.

@@ -84,3 +84,22 @@ def test_a_follower_names_what_it_misses():
         distributed.Channel([ours]).receive()
     with pytest.raises(ConnectionError, match="process 1 of the learner is gone"):
         distributed.Channel([ours]).send("update", {}, {})
+
+
+def test_process_0_names_who_is_behind():
+    """Three followers: one is done, one is at its work, one sleeps."""
+    pairs = [distributed.connection.Pipe() for _ in range(3)]
+    channel = distributed.Channel([ours for ours, _ in pairs])
+    quick, busy, _ = (distributed.Channel([theirs]) for _, theirs in pairs)
+    channel.beat()
+    channel.send("update", {"step": 5}, {})
+    assert quick.receive()[:2] == busy.receive()[:2] == ("update", {"step": 5})  # the beat is no message
+    quick._connections[0].send_bytes(b'[1, "done"]')  # as `receive` does before it waits for the next one
+    assert channel.behind() == "process 2 is at 'update'; process 3 has not taken 'update' yet"
+
+
+def test_a_silent_process_0_is_named(monkeypatch):
+    monkeypatch.setattr(distributed, "SILENCE", 0.0)
+    _, theirs = distributed.connection.Pipe()
+    with pytest.raises(ConnectionError, match="process 0 of the learner has said nothing for 0 s: it hangs"):
+        distributed.Channel([theirs]).receive()

@@ -99,7 +99,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.vllm.block_size = 32  # tokens of a prefix-cache block
     config.vllm.dtype = ""  # of the engine's weights: bfloat16 | float32; "": model.dtype
     config.vllm.extra_args = ()  # further options of vLLM's server, "--name=value" each
-    config.vllm.request_deadline = 600.0  # seconds that one attempt of a request may take
+    config.vllm.request_deadline = 120.0  # seconds without a token after which a server that has requests counts as hung; >= 10
     config.vllm.control_deadline = 60.0  # seconds for a short call: version, cache, probe
     config.vllm.load_deadline = 120.0  # seconds to load new weights
     config.vllm.start_deadline = 600.0  # seconds until a server is ready, from its start or before it is attached to

@@ -67,7 +67,7 @@ RANGES = {  # key: interval of its value or of each element
     "vllm.max_num_seqs": "[1, inf)",
     "vllm.max_concurrent": "[1, inf)",
     "vllm.block_size": "[1, inf)",
-    "vllm.request_deadline": "(0, inf)",
+    "vllm.request_deadline": "[10, inf)",
     "vllm.control_deadline": "(0, inf)",
     "vllm.load_deadline": "(0, inf)",
     "vllm.start_deadline": "(0, inf)",

@@ -4,6 +4,8 @@ A request goes to one server with all its samples. Whatever goes wrong on the wa
 hangs, an answer that was cut off) costs an attempt and never a sample: the request is sent again, to another server or to the
 same one once it is back. What is returned is whole, and made by one version of the weights.
 
+An answer may take as long as its tokens need. A server hangs when it makes no token any more although a request waits for it.
+
 Python's `asyncio` does the waiting, in the caller's thread: so `on_done` runs there, too.
 """
 
@@ -11,7 +13,7 @@ import asyncio
 import collections
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import httpx
 import numpy as np
@@ -22,10 +24,12 @@ from deepgrpo.rollout.vllm_fleet import Fleet, Replica, told
 from deepgrpo.rollout.vllm_routing import Router
 from deepgrpo.rollout.vllm_server import VllmServerError
 from deepgrpo.rollout.vllm_wire import GENERATE, BadAnswer, check_sampling, completions, generate_body, room, samples_asked
+from deepgrpo.telemetry import waits
 from deepgrpo.types import Completion, as_ids
 
 ATTEMPTS = 4  # of one request, on whichever servers
 CONNECT_SECONDS = 10.0
+LOOK_SECONDS = 15.0  # between two looks at how many tokens a server has made
 KEEP_ALIVE_SECONDS = 3.0  # below the 5 s after which a server of default settings closes an idle connection
 
 log = logging.getLogger(__name__)
@@ -37,12 +41,23 @@ class VllmEngine:
     Args:
       num_real_ids: size of the vocabulary that the servers have; their snapshots hold no phantom ids.
       block: tokens of the servers' prefix-cache blocks.
-      max_concurrent: requests in flight at one server. request_deadline: seconds that one attempt may take.
+      max_concurrent: requests in flight at one server.
+      request_deadline: seconds without a token after which a server with requests hangs. clock, sleep: of these seconds.
     """
 
-    def __init__(self, fleet: Fleet, num_real_ids: int, block: int, max_concurrent: int, request_deadline: float):
+    def __init__(
+        self,
+        fleet: Fleet,
+        num_real_ids: int,
+        block: int,
+        max_concurrent: int,
+        request_deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ):
         self.fleet, self.num_real_ids = fleet, num_real_ids
         self.max_concurrent, self.request_deadline = max_concurrent, request_deadline
+        self.clock, self.sleep = clock, sleep
         self._router = Router(block)
         self._routed_version: int | None = None
         self._counters: collections.Counter[str] = collections.Counter()
@@ -93,6 +108,8 @@ class _Call:
         self.version = self.fleet.version
         self.results: list[list[Completion]] = [[] for _ in requests]
         self.in_flight: collections.Counter[Replica] = collections.Counter()  # requests
+        self.attempts: dict[Replica, set[asyncio.Future]] = {replica: set() for replica in self.fleet.replicas}
+        self.moved: dict[Replica, float] = {}  # when each server was last seen to work, by the engine's clock
         self.healing: dict[Replica, asyncio.Task] = {}
         self.lost: dict[Replica, Exception] = {}  # servers that did not come back
         self.refusals: list[str] = []
@@ -109,16 +126,20 @@ class _Call:
         order = sorted(with_room, key=lambda i: len(self.requests[i].prompt_ids))
         connections = self.engine.max_concurrent * len(self.fleet.replicas)
         limits = httpx.Limits(max_connections=connections, keepalive_expiry=KEEP_ALIVE_SECONDS)
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # the whole attempt has a deadline of its own
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # `watch` decides how long an answer may take
         async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
+            watches = [asyncio.create_task(self.watch(replica)) for replica in self.fleet.replicas]
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    for i in order:
-                        tasks.create_task(self.serve(client, i))
+                with waits.on(self.described):
+                    async with asyncio.TaskGroup() as tasks:
+                        for i in order:
+                            tasks.create_task(self.serve(client, i))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
             finally:
-                await asyncio.gather(*self.healing.values(), return_exceptions=True)
+                for watch in watches:
+                    watch.cancel()
+                await asyncio.gather(*watches, *self.healing.values(), return_exceptions=True)
         if with_room and len(self.refusals) == len(with_room):
             raise VllmError(f"every request was refused, for instance: {self.refusals[0]}")
         return self.results
@@ -152,13 +173,19 @@ class _Call:
         request, url = self.requests[i], replica.server.url + GENERATE
         body = generate_body(request, self.sampling, self.engine.num_real_ids, self.fleet.salt(self.version))
         headers = {"Authorization": f"Bearer {replica.server.token}"}
-        before = replica.answered
+        if not self.attempts[replica]:
+            self.moved[replica] = self.engine.clock()  # it had nothing to do until now
+        post = asyncio.ensure_future(client.post(url, json=body, headers=headers))
+        self.attempts[replica].add(post)
         try:
-            async with asyncio.timeout(self.engine.request_deadline):
-                response = await client.post(url, json=body, headers=headers)
-        except TimeoutError:
-            hangs = replica.answered == before
-            raise _Failed("timeouts", f"no answer within {self.engine.request_deadline:g} s", hangs) from None
+            await asyncio.wait({post})
+        finally:
+            self.attempts[replica].discard(post)
+            post.cancel()
+        if post.cancelled():  # by `watch`
+            raise _Failed("timeouts", f"the server made no token for {self.engine.request_deadline:g} s", stands=True)
+        try:
+            response = post.result()
         except httpx.TransportError as error:
             raise _Failed("transport", f"{type(error).__name__}: {error}") from error
         if 400 <= response.status_code < 500 and response.status_code not in (401, 403, 404, 408, 429):
@@ -172,7 +199,7 @@ class _Call:
             raise _Failed(error.kind, str(error)) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _Failed("incomplete", f"an answer of another form ({error!r}): {response.text[:SHOWN]}") from error
-        replica.answered = time.monotonic()
+        self.moved[replica] = self.engine.clock()
         self.counters["prompt_tokens"] += len(request.prompt_ids)
         self.counters["cached_tokens"] += answer["cached_tokens"]
         self.counters["sampled_tokens"] += sum(len(c.ids) for c in found)
@@ -192,6 +219,29 @@ class _Call:
                 self.on_done(i, j, completion)
 
     #### Servers
+
+    async def watch(self, replica: Replica) -> None:
+        """Gives up what a server was asked when it makes no token any more."""
+        limit, seen = self.engine.request_deadline, None
+        while True:
+            await self.engine.sleep(min(LOOK_SECONDS, limit / 4))
+            if not self.attempts[replica]:
+                continue
+            found = await asyncio.to_thread(self.fleet.progress, replica)
+            if found is not None and found != seen:
+                seen, self.moved[replica] = found, self.engine.clock()
+            elif self.engine.clock() - self.moved[replica] > limit:
+                for post in self.attempts[replica]:
+                    post.cancel()
+
+    def described(self) -> str:
+        """What is not answered yet, for the watchdog's line."""
+        now, left = self.engine.clock(), sum(self.in_flight.values())
+        servers = [
+            f"{n} at {r.name}, whose last token is {now - self.moved[r]:.0f} s old" for r, n in self.in_flight.items() if n
+        ]
+        servers += [f"{r.name} is being looked after" for r in list(self.healing)]
+        return f"{left} requests in flight of {len(self.requests)} ({'; '.join(servers)})"
 
     async def acquire(self, i: int) -> Replica:
         """A server that is up and has a free place for request i."""
@@ -219,11 +269,11 @@ class _Call:
     def distrust(self, replica: Replica, failure: "_Failed") -> None:
         """Sends no further request there until the server was looked after, which happens once for all that failed."""
         if replica not in self.healing and replica not in self.lost:
-            self.healing[replica] = asyncio.create_task(self.heal(replica, failure.hangs))
+            self.healing[replica] = asyncio.create_task(self.heal(replica, failure.stands))
 
-    async def heal(self, replica: Replica, hangs: bool) -> None:
+    async def heal(self, replica: Replica, stands: bool) -> None:
         try:
-            await asyncio.to_thread(self.fleet.heal, replica, hangs)
+            await asyncio.to_thread(self.fleet.heal, replica, stands)
         except (VllmError, VllmServerError, OSError) as error:
             log.error("%s does not come back: %s", replica.name, error)
             self.lost[replica] = error
@@ -234,11 +284,11 @@ class _Call:
 
 
 class _Failed(Exception):
-    """An attempt that came to nothing. hangs: the server gave no answer at all while it was waited for."""
+    """An attempt that came to nothing. stands: the server made no token at all while it was waited for."""
 
-    def __init__(self, kind: str, detail: str, hangs: bool = False):
+    def __init__(self, kind: str, detail: str, stands: bool = False):
         super().__init__(detail)
-        self.kind, self.hangs = kind, hangs
+        self.kind, self.stands = kind, stands
 
 
 def check_requests(requests: Sequence[Request], num_real_ids: int) -> None:

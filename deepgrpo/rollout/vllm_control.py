@@ -1,6 +1,7 @@
 """The calls that steer one vLLM server: pause, load, version, score. Each blocks, has a deadline, and an error that names it."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from deepgrpo.rollout.vllm_wire import GENERATE, BadAnswer, completions, generat
 from deepgrpo.types import Completion, Ids
 
 SHOWN = 300  # characters of an answer that an error quotes
+# vLLM's counters of tokens; the second counts those of a prompt while it is still being read, in pieces.
+_COUNTERS = re.compile(r"^vllm:(?:generation_tokens_total|iteration_tokens_total_sum)(?:\{.*\})? (\S+)$", re.M)
 
 
 class VllmError(RuntimeError):
@@ -78,6 +81,13 @@ class Control:
             raise
         self._call("POST", "/resume", deadline)
 
+    #### Life
+
+    def progress(self, deadline: float) -> float | None:
+        """A number that grows with every token that the server reads or makes; None where its /metrics counts none."""
+        found = [float(value) for value in _COUNTERS.findall(self._request("GET", "/metrics", deadline).text)]
+        return sum(found) if found else None
+
     #### Text
 
     def score(self, ids: Ids, deadline: float) -> np.ndarray:
@@ -105,6 +115,16 @@ class Control:
         return completion, answer["cached_tokens"]
 
     def _call(self, method: str, path: str, deadline: float, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        url, response = self.server.url + path, self._request(method, path, deadline, body)
+        try:
+            answer = response.json() if response.content else {}
+        except ValueError as error:
+            raise VllmError(f"{url}: answered no JSON: {response.text[:SHOWN]}") from error
+        if not isinstance(answer, dict):
+            raise VllmError(f"{url}: answered {response.text[:SHOWN]}, expected an object")
+        return answer
+
+    def _request(self, method: str, path: str, deadline: float, body: Mapping[str, Any] | None = None) -> httpx.Response:
         url = self.server.url + path
         headers = {"Authorization": f"Bearer {self.server.token}"}
         try:  # a connection of its own for each call: a pooled one may have been closed by the server, which looks like a failure
@@ -116,10 +136,4 @@ class Control:
             raise VllmError(f"{url}: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
             raise VllmError(f"{url}: answered {response.status_code}: {response.text[:SHOWN]}")
-        try:
-            answer = response.json() if response.content else {}
-        except ValueError as error:
-            raise VllmError(f"{url}: answered no JSON: {response.text[:SHOWN]}") from error
-        if not isinstance(answer, dict):
-            raise VllmError(f"{url}: answered {response.text[:SHOWN]}, expected an object")
-        return answer
+        return response

@@ -38,13 +38,14 @@ class Deadlines:
 class Replica:
     """One server.
 
-    generating: samples that it is at. answered: when its last answer came (monotonic). seconds: of its last load, by part.
+    generating: samples that it is at. shown: requests for one token that it answered to show that it works. seconds: of its last
+      load, by part.
     """
 
     def __init__(self, index: int, server: VllmServer):
         self.index, self.server, self.control = index, server, Control(server)
         self.proof: Proof | None = None
-        self.generating, self.answered = 0, 0.0
+        self.generating, self.shown = 0, 0
         self.seconds: dict[str, float] = {}
         self.lock = threading.Lock()  # held while its weights or its process change
 
@@ -152,16 +153,31 @@ class Fleet:
 
     #### Coming back
 
-    def heal(self, replica: Replica, timed_out: bool) -> None:
+    def progress(self, replica: Replica) -> float | None:
+        """A number that grows while the server works, however slowly it answers; None when it says nothing.
+
+        Where its /metrics counts no tokens (an option of vLLM's), a request for one token is what it can show.
+        """
+        try:
+            found = replica.control.progress(self.deadlines.control)
+            if found is None:
+                replica.control.greedy(as_ids([0]), 1, self.version, self.salt(self.version), self.deadlines.control)
+                replica.shown += 1
+                found = float(replica.shown)
+        except (VllmError, ValueError, KeyError, TypeError, ArithmeticError):  # what cannot be read says nothing
+            return None
+        return found
+
+    def heal(self, replica: Replica, stands: bool) -> None:
         """Called when a request failed: returns once the server can be trusted with the present weights again.
 
         Args:
-          timed_out: the request had its whole deadline; without any other answer meanwhile the server counts as hung.
+          stands: it made no token for so long that it counts as hung.
 
         Raises:
           VllmError, VllmServerError, OSError: it does not come back.
         """
-        trouble = "it hangs: no answer within a request's deadline" if timed_out else self._trouble(replica)
+        trouble = "it hangs: it makes no token any more" if stands else self._trouble(replica)
         if trouble is None:
             return
         log.warning("%s: %s", replica.name, trouble)
@@ -187,15 +203,15 @@ class Fleet:
         """What is wrong with a server: its process, its version, or that it does not generate."""
         if not replica.server.alive():
             return "it is gone"
-        started = time.monotonic()
+        before = self.progress(replica)
         try:
             found = replica.control.weight_version(self.deadlines.control)
             if found != str(self.version):
                 return f"it serves weights of version {found}, expected version {self.version}"
             replica.control.greedy(as_ids([0]), 1, self.version, self.salt(self.version), self.deadlines.control)
         except VllmError as error:
-            busy = replica.answered > started  # other answers came meanwhile: this one only waited in the queue
-            return None if busy and replica.server.alive() else str(error)
+            after = self.progress(replica)  # it may be busy with others, and this request wait in its queue
+            return None if after is not None and after != before and replica.server.alive() else str(error)
         return None
 
     def close(self) -> None:

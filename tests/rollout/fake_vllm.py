@@ -26,6 +26,8 @@ class Knobs:
 
     delay: float = 0.0  # seconds before each answer
     hang: int = 0  # generate requests that never get an answer
+    slow: int = 0  # that are answered only after so many looks at /metrics, each of which finds one token more
+    no_metrics: bool = False  # /metrics is not there
     drop: int = 0  # whose connection is closed without one
     error: int = 0  # that get a 500
     refuse: int = 0  # that get a 400
@@ -47,7 +49,7 @@ class FakeVllm:
         self.folder, self.run_id, self.token, self.ours, self.port = folder, run_id, token, ours, port
         self.knobs = knobs or Knobs()
         self.calls: list[tuple[float, str, dict]] = []
-        self.restarts = 0
+        self.restarts = self.tokens = 0
         self.lock = threading.RLock()
         self._http = None
         self.begin(folder)
@@ -129,9 +131,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, status, body):
         if self.ended.is_set():
             return self.cut()
-        data = json.dumps(body).encode()
+        self.answer_text(json.dumps(body), status, "application/json")
+
+    def answer_text(self, text, status=200, kind="text/plain"):
+        data = text.encode()
         self.send_response(status)
-        self.send_header("content-type", "application/json")
+        self.send_header("content-type", kind)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -165,6 +170,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wait_while_paused()
         if self.spend("hang"):
             self.ended.wait(60)
+        if fake.knobs.slow and body["sampling_params"]["temperature"]:
+            end = fake.tokens + fake.knobs.slow
+            while fake.tokens < end and not self.ended.wait(0.001):
+                pass
         if self.ended.is_set() or self.spend("drop"):
             return self.cut()
         if self.spend("error"):
@@ -194,6 +203,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if last:
             fake.knobs.die_after = -1
             fake.die()
+
+    def metrics(self, body):
+        if self.fake.knobs.no_metrics:
+            return self.answer(404, {"error": "no route"})
+        self.fake.tokens += bool(self.fake.knobs.slow)
+        lines = ["# HELP vllm:generation_tokens_total Tokens", 'vllm:iteration_tokens_total_bucket{le="1.0"} 9']
+        lines.append(f'vllm:generation_tokens_total{{engine="0",model_name="policy"}} {self.fake.tokens}.0')
+        self.answer_text("\n".join(lines) + "\n")
 
     def first_token(self, body):
         """vLLM's own route, which only the question whether the server is ready uses."""
@@ -273,4 +290,5 @@ ROUTES = {
     "/reset_prefix_cache": "reset",
     "/update_weight_version": "set_version",
     "/weight_info": "get_version",
+    "/metrics": "metrics",
 }

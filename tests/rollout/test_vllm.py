@@ -1,10 +1,13 @@
 """The vLLM engine against a fake server: what it asks for, what it believes, and what a failing server costs."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
 from deepgrpo.rollout.engine import Request
 from deepgrpo.rollout.vllm_control import VllmError
+from deepgrpo.rollout.vllm_fleet import Deadlines
 from deepgrpo.types import as_ids
 from tests.rollout import tiny
 from tests.rollout.fake_vllm import Knobs
@@ -127,6 +130,64 @@ def test_an_only_server_comes_back_too_and_a_hung_one_is_restarted(rig):
     completions = one.engine.generate(requests, tiny.plain())
     assert len(flat(completions)) == 6 and one.fakes[0].restarts >= 1
     assert one.engine.metrics()["engine/timeouts"] >= 1
+
+
+class Clock:
+    """Passes only while the engine sleeps, a moment of real time for each sleep."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.now += seconds
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_slow_server_is_not_a_hung_one(rig, attached):
+    """Its answer takes 50 looks of 15 s, six times the deadline for a token, and a token is new at each."""
+    one, clock = rig(request_deadline=120.0, attached=attached), Clock()
+    one.engine.clock, one.engine.sleep = clock, clock.sleep
+    one.fakes[0].knobs.slow = 50
+    completions = one.engine.generate(tiny.make_requests([4, 5], samples=2, max_tokens=2), tiny.plain())
+    assert len(flat(completions)) == 4 and clock.now >= 50 * 15
+    metrics = one.engine.metrics()
+    assert (one.fakes[0].restarts, metrics["engine/retries"], metrics["engine/timeouts"], metrics["engine/recoveries"]) == (
+        0,
+        0,
+        0,
+        0,
+    )
+
+
+@pytest.mark.parametrize("no_metrics", [False, True])
+def test_a_frozen_server_is_noticed_within_the_deadline(rig, no_metrics, caplog):
+    one, clock = rig(request_deadline=120.0, deadlines=Deadlines(control=1.0, load=5.0, start=5.0)), Clock()
+    one.engine.clock, one.engine.sleep = clock, clock.sleep
+    one.fakes[0].knobs.hang, one.fakes[0].knobs.no_metrics = 100, no_metrics
+    restart, noticed = one.fakes[0].restart, []
+
+    def heal(*args):
+        one.fakes[0].knobs.hang = 0
+        noticed.append(clock.now)
+        restart(*args)
+
+    one.fakes[0].restart = heal
+    completions = one.engine.generate(tiny.make_requests([4], samples=2, max_tokens=2), tiny.plain())
+    assert len(flat(completions)) == 2 and one.fakes[0].restarts == 1
+    assert 120 < noticed[0] <= 120 + 3 * 15 and "the server made no token for 120 s" in caplog.text
+
+
+def test_a_busy_server_whose_metrics_are_hidden_shows_tokens_of_its_own(rig):
+    """Without counters each look asks for one token, as long as that is answered."""
+    one = rig()
+    one.fakes[0].knobs.no_metrics = True
+    assert [one.fleet.progress(one.fleet.replicas[0]) for _ in range(2)] == [None, None]  # a 404 is no answer
+    one.fakes[0].knobs.no_metrics = False
+    one.fleet.replicas[0].control.progress = lambda deadline: None
+    assert [one.fleet.progress(one.fleet.replicas[0]) for _ in range(2)] == [1.0, 2.0]
 
 
 def test_a_server_that_fails_for_good_ends_the_call(rig):

@@ -44,7 +44,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.strict_reference = False  # reproduce the reference's known hazards instead of their fixes (docs/method.md)
 
     config.train = section()
-    config.train.epochs = 100  # passes over the training set
+    config.train.epochs = 100  # passes over the training set, whatever number of its problems a step takes
     config.train.steps = 0  # stop after so many steps; 0: epochs decide
     config.train.student_tokens = 0  # stop once so many response tokens were sampled; 0: no budget
 

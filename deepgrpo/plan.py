@@ -95,7 +95,13 @@ from deepgrpo.data import dataset as dataset_lib  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
 from deepgrpo.learner import flops, memory, packing, placement, sharding  # noqa: E402
 from deepgrpo.learner import programs as programs_lib  # noqa: E402
-from deepgrpo.learner.minibatch import cut, injection_count, responses_per_prompt, step_rows  # noqa: E402
+from deepgrpo.learner.minibatch import (  # noqa: E402
+    cut,
+    injection_count,
+    least_prompts,
+    responses_per_prompt,
+    step_rows,
+)
 from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER, Objective  # noqa: E402
 from deepgrpo.learner.optim import Optim  # noqa: E402
 from deepgrpo.learner.rows import Row  # noqa: E402
@@ -333,7 +339,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 def steps_of(config: Any, work: Work, sampled: float) -> int | None:
     """Steps until the run ends, None if that is not known. sampled: tokens a step."""
-    epochs = config.train.epochs * (work.problems // config.data.batch_size)
+    epochs = config.train.epochs * (work.problems // least_prompts(config))  # of a full pool, as everywhere here
     ends = [config.train.steps or epochs, math.ceil(config.train.student_tokens / sampled)]
     return min((end for end in ends if end), default=None)
 
@@ -385,6 +391,9 @@ def plan(config: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     if config.rollout.engine == "vllm":
         notes.append("the learner's devices hold the learner alone; vLLM takes vllm.gpu_memory_utilization of its own")
     steps = steps_of(config, work, rollout["tokens"])
+    passes = steps * least_prompts(config) / work.problems if steps and work.problems else None
+    if config.rollout.dynamic_sampling and not config.train.steps:
+        notes.append("dynamic sampling draws further prompts, so that the passes over the data end after fewer steps")
     total = sum(value for key, value in learner.items() if key.startswith("flops_"))
     seconds = seconds_of(config, arguments, total, rollout["seconds"], notes)
     teacher = teacher_work(config, work, groups, steps, notes)
@@ -393,7 +402,7 @@ def plan(config: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         "device": {"name": arguments.device, "count": arguments.devices, "mesh": mesh, "attention": attention},
         "memory": memory_of(config, arguments, model, shapes, len(mini_batches), rollout),
         "shapes": [dataclasses.asdict(shape) for shape in shapes],
-        "work": dataclasses.asdict(work) | {"steps": steps},
+        "work": dataclasses.asdict(work) | {"steps": steps, "passes": passes},
         "learner": learner,
         "rollout": rollout,
         "seconds": seconds | {"run": seconds["step"] * steps if seconds["step"] and steps else None},

@@ -41,7 +41,7 @@ from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
 from deepgrpo.learner import distributed, sharding  # noqa: E402
 from deepgrpo.learner.attach import find_continuations  # noqa: E402
 from deepgrpo.learner.learner import Learner, PendingUpdate  # noqa: E402
-from deepgrpo.learner.minibatch import step_rows  # noqa: E402
+from deepgrpo.learner.minibatch import least_prompts, step_rows  # noqa: E402
 from deepgrpo.learner.training_rows import training_rows  # noqa: E402
 from deepgrpo.loops import dynamic, reasoning, treerl  # noqa: E402
 from deepgrpo.loops.base import Setting, with_branches, with_sampling  # noqa: E402
@@ -56,7 +56,7 @@ from deepgrpo.teacher.setup import open_teacher  # noqa: E402
 from deepgrpo.telemetry import alerts, diagnostics, dumps, statistics  # noqa: E402
 from deepgrpo.telemetry.log import close_log, end_step, open_log  # noqa: E402
 from deepgrpo.telemetry.metrics import Metrics  # noqa: E402
-from deepgrpo.telemetry.progress import Progress, Timer  # noqa: E402
+from deepgrpo.telemetry.progress import Progress, Timer, told  # noqa: E402
 from deepgrpo.types import Prompt  # noqa: E402
 from deepgrpo.weights import best, hf  # noqa: E402
 from deepgrpo.weights.checkpoint import Checkpoints  # noqa: E402
@@ -111,24 +111,12 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
     ################################################################################################################
     tokenizer = tokenizer_lib.load_tokenizer(config.model.path)
     stop_ids = tokenizer_lib.stop_ids(config.model.path, tokenizer)
-
     data = config.data
-
-    def load(specs, limit):
-        loaded = []
-        for spec in specs:
-            problems, report = dataset_lib.load_problems(spec, tokenizer, data.template, data.max_prompt_length, limit)
-            log.info("data: %s", report)
-            loaded += problems
-        return loaded
-
-    problems, held_out = load(data.train, data.limit), load(data.validation, data.validation_limit)
-    choosing = load(data.selection, data.validation_limit)
+    problems, held_out, choosing = (dataset_lib.load_sets(data, key, tokenizer) for key in ("train", "validation", "selection"))
     sources = {problem.data_source for problem in problems + held_out + choosing}
     grading = open_grading(config, stack, sources, run / "judge")
     dataset_lib.refuse_overlap(problems, held_out, choosing, data.allow_overlap)
     dataset = dataset_lib.Dataset(problems, data.batch_size, config.seed, data.shuffle)
-    total_steps = config.train.steps or config.train.epochs * dataset.batches_per_epoch
     curriculum = CURRICULA[config.curriculum.pool](config) if first else None  # before the model: it may refuse what it is given
 
     ################################################################################################################
@@ -153,7 +141,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
         rollout_n=config.rollout.n,
         max_rows=step_rows(config),
         seed=config.seed,
-        total_steps=total_steps,
+        total_steps=config.train.steps or config.train.epochs * dataset.batches_per_epoch,
         strict_reference=config.strict_reference,
         mesh=mesh,
         channel=channel,
@@ -273,12 +261,16 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
         end_step()
         return metrics
 
+    def where() -> dict[str, float]:
+        return {"training/global_step": step, "training/student_tokens": student_tokens} | dataset.metrics()
+
     def done() -> bool:
-        budget = config.train.student_tokens
-        return step >= total_steps or (budget > 0 and student_tokens >= budget)
+        """At a step's end, before the next one draws: steps, if they are set, else passes over the data; or the token budget."""
+        over = step >= config.train.steps if config.train.steps else dataset.passes(least_prompts(config)) >= config.train.epochs
+        return over or 0 < config.train.student_tokens <= student_tokens
 
     setup.done()
-    progress = Progress(total_steps, config.train.student_tokens, step, student_tokens, config.telemetry.progress)
+    progress = Progress(config.train, where(), config.telemetry.progress)
     stack.callback(progress.close)
     if step == 0:
         metrics = watch.recover(loop, setting, 0, timer) | {"training/student_tokens": 0.0}
@@ -289,14 +281,14 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
             progress.update(0, metrics)
     gc.freeze()  # what exists by now stays: without this, a large forest makes every full collection a pause of a second
     if done():
-        log.info("nothing to do: %s is at step %d of %d, with %d student tokens", run, step, total_steps, student_tokens)
+        log.info("nothing to do: %s is at %s", run, told(where()))
         return
 
     others = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, "rollouts"))
     ahead = None  # with max_staleness 1: the next step's groups, in the making while this step updates
-    late = None  # then also: the log line of the step before, written once this step's update is under way
+    late, last = None, False  # then also: the log line of the step before, written once this step's update is under way
     versions = [engine.version]  # of the weights, the newest two
-    while not done() and (ahead or not stop.is_set()):
+    while not last and (ahead or not stop.is_set()):
         step += 1
         with timer("step", f"step {step}"):
             ########################################################################################################
@@ -328,7 +320,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
             last = done()
             validates = bool(held_out) and config.validation.every > 0 and (last or step % config.validation.every == 0)
             saves = last or (keep.every > 0 and step % keep.every == 0)
-            epoch, ended = dataset.epoch, dataset.passes()
+            reached, ended = where(), dataset.passes()
             # A checkpoint holds no half-made step, and nothing else uses the engine meanwhile.
             if rollout.max_staleness and not (saves or validates or watch.recovers(step) or stop.is_set()):
                 ahead = others.submit(roll_out, setting_of_others, draw(step + 1), step + 1)
@@ -356,9 +348,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
             if not ahead:
                 update.metrics()  # waits for the devices, which is part of the step
         metrics |= statistics.group_statistics(groups, config.rewards.threshold) | part_means(groups)
-        metrics |= of_rows | batch.metrics | curriculum.metrics() | of_suffixes
+        metrics |= reached | of_rows | batch.metrics | curriculum.metrics() | of_suffixes
         metrics |= (teacher.metrics() if teacher else {}) | grading.metrics() | engine.metrics() | timer.metrics()
-        metrics |= {"training/global_step": step, "training/epoch": epoch, "training/student_tokens": student_tokens}
         metrics |= watch.metrics(rows, metrics, step)
         late = (step, metrics, update)
         if not ahead:
@@ -375,8 +366,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
         if (is_best or saves or stop.is_set()) and not ahead:
             save()
     progress.close()
-    reason = "stopped by a signal" if stop.is_set() and not done() else "finished"
-    log.info("%s: %s, step %d of %d, %d student tokens", reason, run, step, total_steps, student_tokens)
+    reason = "stopped by a signal" if stop.is_set() and not last else "finished"
+    log.info("%s: %s, %s", reason, run, told(where()))
 
 
 def stop_on_signal() -> threading.Event:

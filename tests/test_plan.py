@@ -48,7 +48,9 @@ def test_a_run_is_planned_before_anything_is_downloaded():
     assert [shape["T"] for shape in found["shapes"]] == [512, 1024, 2048, 4096]
     assert rollout["sequences"] == learner["rows"] == 1280  # 128 prompts and 32 states of 8 rollouts each
     assert rollout["kv_bytes_per_token"] == 2 * 28 * 2 * 128 * 2
-    assert found["work"]["steps"] == 100 * (8000 // 128)
+    assert found["work"]["steps"] == 100 * (8000 // 128) and found["work"]["passes"] == pytest.approx(100 * 62 * 128 / 8000)
+    taken = planned(*MATH, "--config.curriculum.injection_mode=replace", "--config.train.epochs=2")["work"]
+    assert taken["steps"] == 2 * (8000 // 96)  # 32 of 128 prompts are states: a pass lasts longer
     assert learner["flops_reference"] == pytest.approx(learner["flops_update"] / 3)
     flops = sum(learner[f"flops_{name}"] for name in ("update", "reference", "old_log_probs"))
     assert found["seconds"]["learner"] == pytest.approx(flops / (989e12 * 0.4))

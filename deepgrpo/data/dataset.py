@@ -86,6 +86,17 @@ def load_problems(
     return problems, report
 
 
+def load_sets(data: Any, key: str, tokenizer: Tokenizer) -> list[Problem]:
+    """The problems of all sets that `data`, a section of the configuration, names under `key`; what was left out is logged."""
+    loaded = []
+    for spec in data[key]:
+        limit = data.limit if key == "train" else data.validation_limit
+        problems, report = load_problems(spec, tokenizer, data.template, data.max_prompt_length, limit)
+        log.info("data: %s", report)
+        loaded += problems
+    return loaded
+
+
 def usable_rows(spec: str, template: str) -> list[readers.Row]:
     """The rows of a set that a run with this template can answer and grade, those without a key included; no tokenizer is needed.
 
@@ -163,6 +174,11 @@ class Dataset:
         """Passes over the problems that are complete: too few are left for a batch of `least` problems (default: a full one)."""
         least = self._batch_size if least is None else least
         return self.epoch + (self._cursor + least > len(self._problems))
+
+    def metrics(self) -> dict[str, float]:
+        """The present pass over the problems, and the passes so far with the part of the present one."""
+        part = min(1.0, self._cursor / (self.batches_per_epoch * self._batch_size))
+        return {"training/epoch": self.epoch, "training/passes": self.epoch + part}
 
     def next(self, count: int | None = None) -> list[Problem]:
         """The next `count` problems (default: a full batch; fewer where hard states take their places).

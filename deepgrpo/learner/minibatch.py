@@ -87,6 +87,14 @@ def injection_count(batch_size: int, ratio: float, ready: int, strict_reference:
     return min(wanted, ready)
 
 
+def least_prompts(config: Any) -> int:
+    """The fewest dataset prompts of a training step: fewer than a batch where hard states take their places."""
+    batch, curriculum = config.data.batch_size, config.curriculum
+    if curriculum.pool == "none" or curriculum.injection_mode != "replace":
+        return batch
+    return batch - injection_count(batch, curriculum.injection_ratio, batch, config.strict_reference)
+
+
 def partition(
     n_main: int,
     n_branch: int,

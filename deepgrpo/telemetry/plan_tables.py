@@ -38,6 +38,7 @@ def show(found: dict[str, Any], console: rich.console.Console) -> None:
         *((f"FLOPs, {key.removeprefix('flops_')}", f"{value:.3g}") for key, value in learner.items() if key.startswith("flops_")),
         *((f"seconds, {key}", clock(value)) for key, value in found["seconds"].items()),
         ("steps of the run", f"{work['steps']:,}" if work["steps"] else "not known"),
+        ("passes over the data", f"{work['passes']:.2f}" if work["passes"] else "not known"),
     ]
     table(console, "A step", rows)
     slots = rollout["sequences_at_once_per_engine"]

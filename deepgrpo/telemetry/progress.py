@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import rich.console
 import rich.live
@@ -48,24 +49,23 @@ class Timer:
 class Progress:
     """Shows how a run goes.
 
-    total_steps: of the whole run. total_tokens: its budget of student tokens, 0 without one; whichever ends first ends the run.
-    first_step, first_tokens: what earlier starts did; the time left is estimated from the pace of this one.
+    train: `train` of the configuration, which says what ends it. begun: `training/*` where this start begins; the time left is
+    estimated from its pace.
     enabled: False shows nothing. console: of rich; standard output by default.
     """
 
     def __init__(
         self,
-        total_steps: int,
-        total_tokens: int = 0,
-        first_step: int = 0,
-        first_tokens: int = 0,
+        train: Any,
+        begun: Mapping[str, float],
         enabled: bool = True,
         console: rich.console.Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._total_steps, self._total_tokens = total_steps, total_tokens
+        ends = {"global_step": train.steps, "passes": 0 if train.steps else train.epochs, "student_tokens": train.student_tokens}
+        self._ends = {f"training/{name}": end for name, end in ends.items() if end}
+        self._begun_at = dict(begun)
         self._clock, self._begun = clock, clock()
-        self._first_step, self._first_tokens = first_step, first_tokens
         self._validation = math.nan
         self._console = (console or rich.console.Console()) if enabled else None
         self._live = None
@@ -78,23 +78,20 @@ class Progress:
         if self._console is None:
             return
         self._validation = validation_score(metrics, self._validation)
-        line = describe(step, self._total_steps, metrics, self._validation, self.seconds_left(step, metrics))
+        known = {"training/global_step": step, **metrics}
+        line = describe(step, self._ends, known, self._validation, self.seconds_left(known))
         if self._live:
             self._live.update(rich.text.Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         else:
             self._console.print(line, highlight=False, soft_wrap=True)
 
-    def seconds_left(self, step: int, metrics: Mapping[str, float]) -> float:
-        """Extrapolates this start's pace to the end of steps or tokens, whichever comes first; NaN before its first step."""
-        if step <= self._first_step:
-            return math.nan
+    def seconds_left(self, metrics: Mapping[str, float]) -> float:
+        """Extrapolates this start's pace to the end that comes first; NaN before its first step."""
         elapsed = self._clock() - self._begun
-        left = elapsed / (step - self._first_step) * (self._total_steps - step)
-        if self._total_tokens:
-            tokens = metrics["training/student_tokens"]
-            if tokens > self._first_tokens:
-                left = min(left, elapsed / (tokens - self._first_tokens) * max(self._total_tokens - tokens, 0.0))
-        return left
+        ends = [
+            (metrics[name] - self._begun_at[name], end - metrics[name]) for name, end in self._ends.items() if name in metrics
+        ]
+        return min((elapsed / made * max(left, 0.0) for made, left in ends if made > 0), default=math.nan)
 
     def close(self) -> None:
         if self._live:
@@ -109,9 +106,18 @@ def validation_score(metrics: Mapping[str, float], last: float) -> float:
     return next(iter(averages or scores.values()), last)
 
 
-def describe(step: int, total: int, metrics: Mapping[str, float], validation: float, seconds_left: float) -> str:
-    """The line: step, reward, validation, forest, teacher, time split, time left. A part without its metric is left out."""
-    parts = [f"step {step}/{total}"]
+def told(position: Mapping[str, float]) -> str:
+    """Where a run is, of its `training/*` metrics."""
+    step, passes, tokens = (position[f"training/{name}"] for name in ("global_step", "passes", "student_tokens"))
+    return f"step {step}, {passes:.2f} passes over the data, {tokens} student tokens"
+
+
+def describe(step: int, ends: Mapping[str, float], metrics: Mapping[str, float], validation: float, seconds_left: float) -> str:
+    """The line: step, passes, reward, validation, forest, teacher, time; a part without its metric is left out."""
+    parts = [f"step {step}" + (f"/{ends['training/global_step']}" if "training/global_step" in ends else "")]
+    if "training/passes" in metrics:
+        of = f"/{ends['training/passes']}" if "training/passes" in ends else ""
+        parts.append(f"pass {metrics['training/passes']:.2f}{of}")
     if "critic/main_chain/rewards/mean" in metrics:
         parts.append(f"reward {metrics['critic/main_chain/rewards/mean']:.3f}")
     if not math.isnan(validation):
@@ -130,7 +136,7 @@ def describe(step: int, total: int, metrics: Mapping[str, float], validation: fl
             if seconds > 0 and metrics.get(f"timing_s/{part}", 0.0) >= 0.01 * seconds
         ]
         parts.append(f"{seconds:.1f} s" + (f" ({', '.join(split)})" if split else ""))
-    if not math.isnan(seconds_left) and step < total:
+    if seconds_left > 0:
         parts.append(f"{duration(seconds_left)} left")
     return " | ".join(parts)
 

@@ -1,5 +1,6 @@
 """Loading with its report, and the order of problems: a function of (seed, epoch), exact over a resume."""
 
+import itertools
 import json
 
 import numpy as np
@@ -66,6 +67,14 @@ def test_epochs_are_counted_and_the_partial_batch_dropped():
     assert dataset.batches_per_epoch == 3 and dataset.epoch == 0
     seen = [(dataset.next() and dataset.epoch, dataset.passes()) for _ in range(5)]
     assert seen == [(0, 0), (0, 0), (0, 1), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(("takes", "least", "steps"), [([4], 4, 6), ([4, 1], 1, 12), ([1], 1, 30), ([4, 4, 2], 4, 8)])
+def test_a_run_of_three_passes_sees_the_data_three_times_whatever_a_step_takes(takes, least, steps):
+    dataset, seen, taken = Dataset(problems(10), 4, seed=0), [], itertools.cycle(takes)
+    while dataset.passes(least) < 3:
+        seen.append(len(dataset.next(next(taken))))
+    assert len(seen) == steps and dataset.metrics()["training/passes"] >= 3 - (10 - 8) / 8
 
 
 @pytest.mark.parametrize("taken", range(8))

@@ -1,6 +1,7 @@
 """The progress line, with and without a terminal, and the timer."""
 
 import io
+import types
 
 import rich.console
 
@@ -20,14 +21,16 @@ METRICS = {
 }
 
 
-def progress(terminal: bool, times, **arguments):
+def progress(terminal: bool, times, first=(0, 0, 0), steps=10, student_tokens=0):
     text = io.StringIO()
     console = rich.console.Console(file=text, force_terminal=terminal, width=200)
-    return Progress(10, console=console, clock=iter(times).__next__, **arguments), text
+    train = types.SimpleNamespace(steps=steps, epochs=2, student_tokens=student_tokens)
+    begun = dict(zip(("training/global_step", "training/passes", "training/student_tokens"), first, strict=True))
+    return Progress(train, begun, console=console, clock=iter(times).__next__), text
 
 
 def test_plain_lines():
-    shown, text = progress(False, [0.0, 4.0, 6.0], first_step=2)
+    shown, text = progress(False, [0.0, 4.0, 6.0], first=(2, 0, 0))
     shown.update(4, METRICS)
     shown.update(5, {"training/student_tokens": 3000})
     shown.close()
@@ -40,9 +43,15 @@ def test_plain_lines():
 
 
 def test_the_token_budget_may_end_it_first():
-    shown, text = progress(False, [0.0, 100.0], first_step=2, first_tokens=1000, total_tokens=3000)
+    shown, text = progress(False, [0.0, 100.0], first=(2, 0, 1000), student_tokens=3000)
     shown.update(3, METRICS)
     assert text.getvalue().endswith("1 min 40 s left\n")
+
+
+def test_passes_over_the_data_may_end_it():
+    shown, text = progress(False, [0.0, 100.0], first=(1, 0.5, 0), steps=0)
+    shown.update(3, {"training/passes": 1.0})
+    assert text.getvalue() == "step 3 | pass 1.00/2 | 3 min 20 s left\n"
 
 
 def test_live_line_and_silence():
@@ -50,7 +59,7 @@ def test_live_line_and_silence():
     shown.update(1, METRICS)
     shown.close()
     assert "\x1b[" in text.getvalue() and "step 1/10" in text.getvalue()
-    Progress(10, enabled=False).update(1, METRICS)
+    Progress(types.SimpleNamespace(steps=1, epochs=1, student_tokens=0), {}, enabled=False).update(1, METRICS)
 
 
 def test_timer():

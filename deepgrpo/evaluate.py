@@ -76,6 +76,7 @@ if __name__ == "__main__" and sys.argv[1:2] != ["compare"]:
 import collections  # noqa: E402
 import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
+import datetime  # noqa: E402
 import hashlib  # noqa: E402
 import logging  # noqa: E402
 import subprocess  # noqa: E402
@@ -83,7 +84,7 @@ import subprocess  # noqa: E402
 import jax  # noqa: E402
 
 from deepgrpo.data import dataset as dataset_lib  # noqa: E402
-from deepgrpo.data import readers  # noqa: E402
+from deepgrpo.data import readers, templates  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
 from deepgrpo.data.contamination import overlap  # noqa: E402
 from deepgrpo.learner import sharding  # noqa: E402
@@ -124,8 +125,8 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
     ################################################################################################################
     #  Problems
     ################################################################################################################
-    tokenizer = tokenizer_lib.load_tokenizer(config.model.path)
-    stop_ids = tokenizer_lib.stop_ids(config.model.path, tokenizer)
+    date = began(step, out)
+    tokenizer, stop_ids, vocabulary = tokenizer_lib.open_tokenizer(config.model.path, date)
     data, keys, rollout = config.data, config.evaluation, config.rollout
     loaded: dict[str, list[Problem]] = {}
     lost: dict[str, int] = {}  # rows that never became a problem
@@ -162,6 +163,8 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
         "engine": engine_version(config),
         "dtype": (rollout.engine == "vllm" and config.vllm.dtype) or config.model.dtype,
     }
+    if templates.prints_date(data.template, tokenizer):
+        protocol["date"] = date
     where = {"path": str(step or pathlib.Path(config.model.path).absolute()), "weights": fixed.digest(config.model.path, step)}
     settings = {"protocol": protocol, "model": where, "seed": config.seed, "chunk": keys.chunk, "left_out": left_out}
     settings["second_grader"] = keys.second_grader
@@ -178,7 +181,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
         sampling = Sampling(
             keys.temperature, keys.top_p, keys.top_k, stop_ids, rollout.max_model_len, keys.max_new_tokens or None
         )
-        engine = open_policy(config, step, stack, tokenizer, sampling, [p.prompt_ids for ps in loaded.values() for p in ps], out)
+        engine = open_policy(config, step, stack, vocabulary, sampling, [p.prompt_ids for ps in loaded.values() for p in ps], out)
         service = open_grading(config, stack, set(files), out / "judge")
         marks = Marks(service, keys.truncated)
         setting = Setting(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * service.deadline)
@@ -212,6 +215,13 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
 
 
 #### Parts
+
+
+def began(step: pathlib.Path | None, out: pathlib.Path) -> str:
+    """ISO time that a chat template is told when it asks for the date: when the checkpoint's run began, else this evaluation."""
+    with contextlib.suppress(FileNotFoundError, KeyError):  # no record, or one of prompts without a date
+        return runs.record_of(step)["started"] if step else answers_lib.read_settings(out)["protocol"]["date"]
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def file_of(spec: str) -> str:
@@ -257,12 +267,13 @@ def engine_version(config) -> str:
     return f"vllm {asked.stdout.strip() or 'of unknown version'}"
 
 
-def open_policy(config, step, stack: contextlib.ExitStack, tokenizer, sampling: Sampling, prompts, out: pathlib.Path):
+def open_policy(config, step, stack: contextlib.ExitStack, vocabulary, sampling: Sampling, prompts, out: pathlib.Path):
     """The engine, proven to hold the weights; the mesh is the one of `learner.mesh`."""
     mesh = sharding.make_mesh(config.learner.mesh)
     stack.enter_context(jax.set_mesh(mesh))
-    dtype, real, temperature = config.model.dtype, len(tokenizer), sampling.temperature or 1.0
+    dtype, real, temperature = config.model.dtype, vocabulary.bound, sampling.temperature or 1.0
     model_config, params = fixed.load(pathlib.Path(config.model.path), step, dtype, mesh)
+    model_config = dataclasses.replace(model_config, holes=vocabulary.holes)
     policy = fixed.FixedPolicy(model_config, params, dtype, real, temperature)
     plain = Sampling(temperature, 1.0, -1, sampling.stop_ids, sampling.max_model_len)  # what log-probs are compared under
     version = int(step.name) if step else 0

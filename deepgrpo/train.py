@@ -109,8 +109,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
     ################################################################################################################
     #  Tokenizer and data
     ################################################################################################################
-    tokenizer = tokenizer_lib.load_tokenizer(config.model.path)
-    stop_ids = tokenizer_lib.stop_ids(config.model.path, tokenizer)
+    began = distributed.of_first(config_lib.began(config) if first else "")
+    tokenizer, stop_ids, vocabulary = tokenizer_lib.open_tokenizer(config.model.path, began)
     data = config.data
     problems, held_out, choosing = (dataset_lib.load_sets(data, key, tokenizer) for key in ("train", "validation", "selection"))
     sources = {problem.data_source for problem in problems + held_out + choosing}
@@ -124,7 +124,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
     ################################################################################################################
     mesh = sharding.make_mesh(config.learner.mesh)
     stack.enter_context(jax.set_mesh(mesh))
-    model_config = ModelConfig.from_hf(config.model.path)
+    model_config = dataclasses.replace(ModelConfig.from_hf(config.model.path), holes=vocabulary.holes)
     params = hf.load(config.model.path, shardings=sharding.parameter_shardings(abstract_params(model_config), mesh))
     dtype = jnp.dtype(config.model.dtype)
     learner = Learner(
@@ -133,7 +133,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
         dtype=dtype,
         remat=config.model.remat,
         attention=config.model.attention,
-        num_real_ids=len(tokenizer),
+        num_real_ids=vocabulary.bound,
         temperature=config.rollout.temperature,
         objective=config.objective,
         optim=config.optim,
@@ -155,7 +155,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
         learner.restore_host(host["learner"])
         del arrays
     if not first:
-        store = storing(config, learner, model_config, len(tokenizer))
+        store = storing(config, learner, model_config, vocabulary.bound)
         setup.done()
         learner.follow({"save": lambda step: checkpoints.save(step, learner.state, {}), "store": store})
         return
@@ -167,7 +167,9 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
             stack,
             curriculum=curriculum,
             grader=grading,
-            tokenizer=tokenizer_lib.load_tokenizer(config.model.path),  # an instance of its own: it works in another thread
+            tokenizer=tokenizer_lib.load_tokenizer(
+                config.model.path, began
+            ),  # an instance of its own: it works in another thread
             stop_ids=stop_ids,
             folder=run / "teacher",
         )
@@ -199,7 +201,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
         stack,
         learner=learner,
         model_config=model_config,
-        num_real_ids=len(tokenizer),
+        num_real_ids=vocabulary.bound,
         prompts=[problem.prompt_ids for problem in problems],
         sampling=sampling,
         version=step,

@@ -6,13 +6,14 @@ Nothing in here imports JAX or loads a model: a mistyped key, a missing file or 
 from deepgrpo.config.command_line import CommandLine, flatten, from_command_line, validate
 from deepgrpo.config.constraints import process_problems
 from deepgrpo.config.errors import ConfigError, Finding, Setup
-from deepgrpo.config.resolved import run_folder, write_resolved
+from deepgrpo.config.resolved import began, run_folder, write_resolved
 
 __all__ = [
     "CommandLine",
     "ConfigError",
     "Finding",
     "Setup",
+    "began",
     "flatten",
     "from_command_line",
     "process_problems",

@@ -80,6 +80,12 @@ def write_resolved(config: config_dict.ConfigDict, line: CommandLine, resuming: 
     return notes
 
 
+def began(config: config_dict.ConfigDict) -> str:
+    """ISO time of the run's first start, from its record: what its prompts' chat template is told the date is, however often it
+    is resumed."""
+    return json.loads((run_folder(config) / "config.json").read_text(encoding="utf-8"))["started"]
+
+
 def differences(before: dict[str, Any], now: dict[str, Any], config: config_dict.ConfigDict) -> list[str]:
     """Lists changed keys and package versions; refuses keys that would make the resumed run a different one."""
     old, new = before["config"], now["config"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import ml_collections
 import numpy as np
 
-from deepgrpo.data.tokenizer import Tokenizer, load_tokenizer
+from deepgrpo.data.tokenizer import Tokenizer, load_tokenizer, vocabulary
 from deepgrpo.types import Ids
 
 METHODS = ("sp", "tp", "fp")
@@ -101,7 +101,7 @@ def full_stop_id(tokenizer: Tokenizer) -> int:
 
 def word_starts(tokenizer: Tokenizer) -> np.ndarray:
     """bool[vocabulary]: the ids whose piece begins with white space."""
-    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    pieces = tokenizer.convert_ids_to_tokens(range(vocabulary(tokenizer).bound))
     return np.array([bool(piece) and piece[0] in WORD_STARTS for piece in pieces])
 
 

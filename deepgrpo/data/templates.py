@@ -5,7 +5,9 @@ others are written out here. "gsm8k" and "math_boxed" append the instruction tha
 DEEP-GRPO does. "qwen_math", "r1" and "none" are the prompts of Dr. GRPO's evaluation.
 """
 
+import datetime
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from deepgrpo.data.tokenizer import Tokenizer, encode_prompt
 from deepgrpo.types import Ids
@@ -27,15 +29,25 @@ def messages_prompt(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer)
     """int32[len]: chat messages through the tokenizer's chat template, with the assistant's turn opened.
 
     Raises:
-      ValueError: the tokenizer has no chat template.
+      ValueError: the tokenizer has no chat template, or it refuses these messages.
     """
+    return encode_prompt(rendered(messages, tokenizer, add_generation_prompt=True), tokenizer)
+
+
+def rendered(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, **options: Any) -> str:
+    """The text that the tokenizer's chat template makes of messages; errors: see `messages_prompt`."""
     if not tokenizer.chat_template:
         raise ValueError(
             "the tokenizer has no chat template (chat_template in tokenizer_config.json or chat_template.jinja). "
             "Add one, or set data.template to qwen_math, qwen_chat, r1 or none"
         )
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    return encode_prompt(text, tokenizer)
+    import jinja2  # here, since only chat templates need it
+
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ValueError(f"the chat template refuses messages of the roles {roles}: {type(error).__name__}: {error}") from error
 
 
 def chat(question: str, tokenizer: Tokenizer) -> Ids:
@@ -87,3 +99,35 @@ TEMPLATES: dict[str, Callable[[str, Tokenizer], Ids]] = {
     "none": none,
     "few_shot_arithmetic": few_shot_arithmetic,
 }
+CHAT = ("chat", "gsm8k", "math_boxed")  # those that go through the tokenizer's own chat template
+OPEN_ENDED = ("r1", "none")  # those that close no turn
+CLOCKS = ("1987-06-05T04:32:10", "2031-12-29T23:58:57")  # two times that differ in every part
+
+#### What else a run must know of a template
+
+
+def prints_date(name: str, tokenizer: Tokenizer) -> bool:
+    """Whether prompts of the template hold the date: they differ when the clock does.
+
+    Raises:
+      ValueError: the chat template refuses a question, or gives other prompts each time at the same time.
+    """
+    if name not in CHAT:
+        return False
+    ask = [{"role": "user", "content": "QUESTION"}]
+    clocks = [datetime.datetime.fromisoformat(clock).strftime for clock in CLOCKS]
+    made = [{rendered(ask, tokenizer, add_generation_prompt=True, strftime_now=clock) for _ in range(8)} for clock in clocks]
+    if max(map(len, made)) > 1:
+        raise ValueError("the chat template gives another prompt each time (it draws at random), so no run could be repeated")
+    return made[0] != made[1]
+
+
+def turn_end(name: str, tokenizer: Tokenizer) -> tuple[str, int] | None:
+    """The mark with which the template closes an assistant's turn, and the first id of it; None if there is no such mark."""
+    if name in OPEN_ENDED:
+        return None
+    answer = {"role": "assistant", "content": "ANSWER"}
+    text = rendered([{"role": "user", "content": "QUESTION"}, answer], tokenizer) if name in CHAT else _turn(**answer)
+    _, found, tail = text.rpartition("ANSWER")
+    ids = tokenizer(tail.strip(), add_special_tokens=False)["input_ids"] if found else []
+    return (tail.strip(), int(ids[0])) if ids else None

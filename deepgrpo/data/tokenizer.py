@@ -1,17 +1,49 @@
-"""Tokenizers from a local Hugging Face folder, the ids that end a response, and prompts with exactly one BOS."""
+"""Tokenizers from a local Hugging Face folder, the ids that have a token, those that end a response, and prompts with one BOS."""
 
+import datetime
+import functools
 import json
+import logging
 import os
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepgrpo.types import Ids, as_ids
 
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase, without importing transformers
 
+END_TOKEN_FILES = ("generation_config.json", "config.json")
 
-def load_tokenizer(path: str) -> Tokenizer:
+log = logging.getLogger(__name__)
+
+
+class Vocabulary(NamedTuple):
+    """Ids that have a token: those below `bound` but `holes`. No other id is ever sampled.
+
+    The bound is the largest id + 1, not a count: vocabularies have holes, and added tokens may lie above them.
+    """
+
+    bound: int
+    holes: tuple[int, ...] = ()
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and 0 <= number < self.bound and number not in self.holes
+
+
+class Opened(NamedTuple):
+    """What a run needs of a model's tokenizer. stop_ids: see `stop_ids`."""
+
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+    vocabulary: Vocabulary
+
+
+def load_tokenizer(path: str, began: str = "") -> Tokenizer:
     """The tokenizer of a local folder. Nothing is fetched.
+
+    Args:
+      began: ISO time that a chat template is told when it asks for the date, so that a run's prompts are the same on any day.
+        Only what renders no chat template may leave it out.
 
     Raises:
       FileNotFoundError: no such folder, or no tokenizer in it; says which files were expected.
@@ -26,30 +58,52 @@ def load_tokenizer(path: str) -> Tokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its advice to install PyTorch is not for us
     import transformers  # takes seconds, which the check of a configuration must not wait for
 
-    return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    if began:
+        clock = datetime.datetime.fromisoformat(began).strftime
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, strftime_now=clock)
+    return tokenizer
+
+
+def open_tokenizer(path: str, began: str) -> Opened:
+    """The tokenizer of a model folder with what a run must know of it; says in the log which tokens end a response."""
+    tokenizer = load_tokenizer(path, began)
+    opened = Opened(tokenizer, stop_ids(path, tokenizer), vocabulary(tokenizer))
+    log.info("end tokens: %s", shown(opened.stop_ids, tokenizer))
+    return opened
+
+
+def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    """Ids that the tokenizer has a token for, added tokens included."""
+    ids = set(tokenizer.get_vocab().values())
+    bound = max(ids) + 1
+    return Vocabulary(bound, tuple(sorted(set(range(bound)) - ids)) if len(ids) < bound else ())
 
 
 def stop_ids(path: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end a response: those of the folder's generation config in their order, then the tokenizer's EOS if it isn't one.
+    """Ids that end a response: those of generation_config.json in their order, then those that config.json and the tokenizer add.
 
     Raises:
-      ValueError: neither names any.
+      ValueError: none of them names any, or a file names something else than ids.
     """
     ids: list[int] = []
-    config = pathlib.Path(path) / "generation_config.json"
-    if config.is_file():
-        named = json.loads(config.read_text()).get("eos_token_id")
-        ids += named if isinstance(named, list) else [] if named is None else [named]
+    for name in END_TOKEN_FILES:
+        file = pathlib.Path(path) / name
+        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        given = named if isinstance(named, list) else [] if named is None else [named]
+        if wrong := [number for number in given if type(number) is not int or number < 0]:
+            raise ValueError(f"{file}: eos_token_id holds {wrong[0]!r}, expected a token id or a list of them")
+        ids += given
     if tokenizer.eos_token_id is not None:
         ids.append(int(tokenizer.eos_token_id))
     if not ids:
-        raise ValueError(f"{path}: no end token in the tokenizer or in generation_config.json; responses could never end")
+        raise ValueError(f"{path}: no end token in {', '.join(END_TOKEN_FILES)} or the tokenizer; responses could never end")
     return tuple(dict.fromkeys(ids))
 
 
-def phantom_start(tokenizer: Tokenizer) -> int:
-    """The first id above the tokenizer: embedding rows from here on stand for nothing and are never sampled."""
-    return len(tokenizer)
+def shown(ids: tuple[int, ...], tokenizer: Tokenizer) -> str:
+    """Ids with their tokens, for messages."""
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(number)} ({number})" for number in ids)
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer) -> Ids:

@@ -68,6 +68,11 @@ def require_agreement(value: Any, what: str) -> None:
         )
 
 
+def of_first(value: str) -> str:
+    """Process 0's text, in every process; all of them call this."""
+    return value if jax.process_count() == 1 else _broadcast(value.encode()).decode()
+
+
 class Channel:
     """From process 0 to all others: messages of a name, a JSON-able mapping and arrays, in order.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30  # logit of a phantom id: finite, so that 0 * MASKED stays 0 in the entropy
+from deepgrpo.model.transformer import MASKED
 
 
 def target_logps(logits, targets, temperature: float, num_real_ids: int, with_entropy: bool, entropy_gradient: bool = False):

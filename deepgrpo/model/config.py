@@ -65,7 +65,8 @@ _WHEN_ABSENT = {
 class ModelConfig:
     """A Llama-like decoder: Qwen2/2.5 (`qkv_bias`), Qwen3 (`qk_norm`), Llama and SmolLM2 (neither).
 
-    vocab_size counts the embedding's rows; ids at or above `len(tokenizer)` are phantom and never sampled.
+    vocab_size counts the embedding's rows. Ids without a token are never sampled: those above the tokenizer's largest are cut off
+    by engine and learner (num_real_ids), and the `holes` between its ids are masked where the decoder makes logits.
     rope_scaling is a mapping as Hugging Face writes it (key `rope_type` included), frozen into sorted items; None: plain rope.
     """
 
@@ -84,6 +85,15 @@ class ModelConfig:
     qk_norm: bool
     max_position_embeddings: int
     rope_scaling: tuple[tuple[str, Any], ...] | None = None
+    holes: tuple[int, ...] = ()
+
+    @property
+    def context_length(self) -> int:
+        """Positions that the model was made for, as vLLM reckons them: linear and yarn stretch their base by `factor`."""
+        scaling = dict(self.rope_scaling or {})
+        if scaling.get("rope_type") not in ("linear", "yarn"):
+            return self.max_position_embeddings
+        return int(scaling["factor"] * scaling.get("original_max_position_embeddings", self.max_position_embeddings))
 
     @classmethod
     def from_hf(cls, folder: str | pathlib.Path) -> "ModelConfig":

@@ -14,6 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,6 +22,7 @@ from deepgrpo.model import rope
 from deepgrpo.model.attention import Context, Sight, cached_attention, packed_attention, prepare, write_cache
 from deepgrpo.model.config import ModelConfig
 
+MASKED = -1e30  # logit of an id without a token: finite, so that 0 * MASKED stays 0 in the entropy
 REMAT_POLICIES = {
     "none": None,
     "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
@@ -232,12 +234,15 @@ class Transformer(nn.Module):
         return self.logits(self.norm(x))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Projects hidden [..., D] onto the vocabulary: float32[..., V]."""
+        """Projects hidden [..., D] onto the vocabulary: float32[..., V]; MASKED where the vocabulary has a hole."""
         if self.config.tie_embeddings:
             weight = self.embed_tokens.embedding.T
         else:
             weight = self.lm_head.variables["params"]["kernel"]
-        return jnp.einsum("...d,dv->...v", hidden, weight.astype(self.dtype), preferred_element_type=jnp.float32)
+        logits = jnp.einsum("...d,dv->...v", hidden, weight.astype(self.dtype), preferred_element_type=jnp.float32)
+        if not self.config.holes:
+            return logits
+        return jnp.where(np.isin(np.arange(self.config.vocab_size), self.config.holes), MASKED, logits)
 
 
 def cache_mask(cache: tuple[jax.Array, jax.Array], positions: jax.Array) -> jax.Array:

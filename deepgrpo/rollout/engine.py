@@ -10,9 +10,13 @@ greedy: the argmax, whose log-prob is reported under temperature 1 without top-k
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from deepgrpo.types import Completion, Ids
+import numpy as np
+
+from deepgrpo.types import Completion, Ids, as_ids
+
+ABOVE_ONE = 1e-3  # by so much may rounding lift a log-prob above 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,71 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Releases processes, sockets and buffers; idempotent."""
+
+
+class BadAnswer(Exception):
+    """An answer that must not be trained on: cut off, incomplete, impossible, or made by other weights. Asking again may help."""
+
+    def __init__(self, kind: str, detail: str):
+        super().__init__(detail)
+        self.kind = kind  # aborted | incomplete | stale
+
+
+def check_ids(requests: Sequence[Request], sampling: Sampling, bound: int, holes: Sequence[int] = ()) -> None:
+    """Raises ValueError, naming it, for an empty prompt, a seed outside uint32, or a stop id or prompt id that no token has.
+
+    bound, holes: see `data.tokenizer.Vocabulary`.
+    """
+    if len(outside := without_token(as_ids(sampling.stop_ids), bound, holes)):
+        raise ValueError(f"stop id {outside[0]} has no token, expected one below {bound}: no response could ever end with it")
+    for i, request in enumerate(requests):
+        if len(request.prompt_ids) == 0:
+            raise ValueError(f"request {i}: the prompt is empty; the first token is sampled after at least one prompt id")
+        if len(outside := without_token(request.prompt_ids, bound, holes)):
+            raise ValueError(f"request {i}: prompt id {outside[0]} is not in the vocabulary, expected 0 <= id < {bound}")
+        for seed in request.seeds:
+            if not 0 <= seed < 2**32:
+                raise ValueError(f"request {i}: seed {seed} is not a uint32; derive seeds with engine.sample_seed")
+
+
+def without_token(ids: np.ndarray, bound: int, holes: Sequence[int]) -> np.ndarray:
+    """Those of `ids` that no token has."""
+    return ids[(ids < 0) | (ids >= bound) | (np.isin(ids, holes) if len(holes) else False)]
+
+
+def checked(
+    ids: Any, logps: Any, reason: Any, version: int, room: int, stop_ids: Sequence[int], bound: int, holes: Sequence[int] = ()
+) -> Completion:
+    """The door through which everything passes that an engine has sampled.
+
+    Args:
+      ids, logps: lists of a response's token ids and their log-probs, as they came. reason: finish reason.
+      room: tokens that the response may have. bound, holes: see `check_ids`.
+
+    Raises:
+      BadAnswer: it cannot be a whole response of this vocabulary.
+    """
+    if reason not in ("stop", "length"):
+        raise BadAnswer("aborted", f"a sample ended with finish_reason {reason!r} after {len(ids)} tokens")
+    ids, logps = np.asarray(ids), np.asarray(logps)
+    if ids.ndim != 1 or not len(ids) or logps.shape != ids.shape:
+        raise BadAnswer("incomplete", f"tokens of shape {ids.shape} came with log-probs of shape {logps.shape}")
+    if ids.dtype.kind not in "iu" or logps.dtype.kind not in "fiu":
+        raise BadAnswer("incomplete", f"tokens of type {ids.dtype} came with log-probs of type {logps.dtype}, expected numbers")
+    if len(outside := without_token(ids, bound, holes)):
+        raise BadAnswer("incomplete", f"token id {outside[0]} has no token in a vocabulary of ids below {bound}")
+    if not (logps <= ABOVE_ONE).all() or np.isneginf(logps).any():
+        wrong = logps[~((logps <= ABOVE_ONE) & np.isfinite(logps))][0]
+        raise BadAnswer("incomplete", f"a sampled token has log-prob {wrong}, expected a finite number <= 0")
+    ends = np.isin(ids, list(stop_ids))
+    if ends[:-1].any() or (reason == "stop" and not ends[-1]):  # `length` is also said of a stop id at the limit
+        where = np.flatnonzero(ends).tolist()
+        raise BadAnswer("incomplete", f"finish_reason {reason} after {len(ids)} tokens with stop ids at {where}")
+    if len(ids) > room or (reason == "length" and len(ids) != room):
+        raise BadAnswer("incomplete", f"finish_reason {reason} after {len(ids)} tokens, room was for {room}")
+    logps = np.array(logps, np.float32)
+    logps.flags.writeable = False
+    return Completion(as_ids(ids), logps, reason, version)
 
 
 def sample_seed(seed: int, step: int, purpose: str, prompt: int, sample: int) -> int:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.rollout import sampling as sampling_lib
-from deepgrpo.rollout.engine import OnDone, Request, Sampling
+from deepgrpo.rollout.engine import OnDone, Request, Sampling, check_ids
 from deepgrpo.rollout.native_batch import Batch
 from deepgrpo.rollout.native_layout import Layout
 from deepgrpo.rollout.native_programs import Programs
@@ -103,7 +103,8 @@ class NativeEngine:
         if self._params is None:
             raise RuntimeError("this NativeEngine has no weights: its last publish failed; publish again")
         sampling_lib.check(sampling)
-        check_requests(requests, self.config.vocab_size)
+        ids = self.num_real_ids, self.config.holes
+        check_ids(requests, sampling, *ids)
         scheduler = Scheduler(requests, sampling)
         completions: list[list[Completion | None]] = [[None] * len(request.seeds) for request in requests]
 
@@ -111,7 +112,7 @@ class NativeEngine:
 
         def deliver(samples: list[Sample]) -> None:
             for sample in samples:
-                completion = sample.completion(scheduler.stop_ids, version)
+                completion = sample.completion(scheduler.stop_ids, version, *ids)
                 completions[sample.request][sample.index] = completion
                 if on_done is not None:
                     on_done(sample.request, sample.index, completion)
@@ -143,17 +144,3 @@ def check_params(params: Any, config: ModelConfig) -> None:
         want, got = (shapes[name].get(path, "nothing") for name in ("expected", "found"))
         if want != got:
             raise ValueError(f"parameter {path}: expected {want}, found {got}; not the tree of this {config.model_type} config")
-
-
-def check_requests(requests: Sequence[Request], vocab_size: int) -> None:
-    """Raises ValueError, naming the request, for an empty prompt, an id outside the vocabulary or a seed outside uint32."""
-    for i, request in enumerate(requests):
-        ids = request.prompt_ids
-        if len(ids) == 0:
-            raise ValueError(f"request {i}: the prompt is empty; the first token is sampled after at least one prompt id")
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-            raise ValueError(f"request {i}: prompt id {wrong} is not in the vocabulary, expected 0 <= id < {vocab_size}")
-        for seed in request.seeds:
-            if not 0 <= seed < 2**32:
-                raise ValueError(f"request {i}: seed {seed} is not a uint32; derive seeds with engine.sample_seed")

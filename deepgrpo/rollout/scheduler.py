@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deepgrpo.rollout.engine import Request, Sampling
+from deepgrpo.rollout.engine import Request, Sampling, checked
 from deepgrpo.types import Completion, Ids, as_ids
 
 
@@ -39,12 +39,12 @@ class Sample:
             return "stop"
         return "length" if len(self.prompt) + len(self.ids) >= self.end else None
 
-    def completion(self, stop_ids: frozenset[int], version: int) -> Completion:
-        reason = self.finish_reason(stop_ids)
-        assert reason is not None, "a completion was asked of a sample that goes on"
-        logps = np.array(self.logps, np.float32)
-        logps.flags.writeable = False
-        return Completion(as_ids(self.ids), logps, reason, version)
+    def completion(self, stop_ids: frozenset[int], version: int, bound: int, holes: Sequence[int] = ()) -> Completion:
+        """bound, holes: see `engine.check_ids`."""
+        room = self.end - len(self.prompt)
+        if room <= 0:
+            return Completion(as_ids([]), np.zeros(0, np.float32), "length", version)
+        return checked(self.ids, self.logps, self.finish_reason(stop_ids), version, room, stop_ids, bound, holes)
 
 
 @dataclasses.dataclass(frozen=True)

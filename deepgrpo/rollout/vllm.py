@@ -18,12 +18,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import httpx
 import numpy as np
 
-from deepgrpo.rollout.engine import OnDone, Request, Sampling
+from deepgrpo.rollout.engine import BadAnswer, OnDone, Request, Sampling, check_ids
 from deepgrpo.rollout.vllm_control import SHOWN, VllmError
 from deepgrpo.rollout.vllm_fleet import Fleet, Replica, told
 from deepgrpo.rollout.vllm_routing import Router
 from deepgrpo.rollout.vllm_server import VllmServerError
-from deepgrpo.rollout.vllm_wire import GENERATE, BadAnswer, check_sampling, completions, generate_body, room, samples_asked
+from deepgrpo.rollout.vllm_wire import GENERATE, check_sampling, completions, generate_body, room, samples_asked
 from deepgrpo.telemetry import waits
 from deepgrpo.types import Completion, as_ids
 
@@ -39,7 +39,7 @@ class VllmEngine:
     """Implements `engine.Engine`. Weights reach it through `weights.publish.Publisher`, which shares its fleet.
 
     Args:
-      num_real_ids: size of the vocabulary that the servers have; their snapshots hold no phantom ids.
+      num_real_ids, holes: ids that the servers may sample: below the first, which is the size of their vocabulary, but the holes.
       block: tokens of the servers' prefix-cache blocks.
       max_concurrent: requests in flight at one server.
       request_deadline: seconds without a token after which a server with requests hangs. clock, sleep: of these seconds.
@@ -52,10 +52,11 @@ class VllmEngine:
         block: int,
         max_concurrent: int,
         request_deadline: float,
+        holes: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
-        self.fleet, self.num_real_ids = fleet, num_real_ids
+        self.fleet, self.num_real_ids, self.holes = fleet, num_real_ids, holes
         self.max_concurrent, self.request_deadline = max_concurrent, request_deadline
         self.clock, self.sleep = clock, sleep
         self._router = Router(block)
@@ -92,7 +93,7 @@ class VllmEngine:
           VllmError: a request failed on every attempt, or no server comes back.
         """
         check_sampling(sampling)
-        check_requests(requests, self.num_real_ids)
+        check_ids(requests, sampling, self.num_real_ids, self.holes)
         if self.version != self._routed_version:
             self._router.forget()
             self._routed_version = self.version
@@ -171,7 +172,7 @@ class _Call:
           _Failed: no answer that may be used.
         """
         request, url = self.requests[i], replica.server.url + GENERATE
-        body = generate_body(request, self.sampling, self.engine.num_real_ids, self.fleet.salt(self.version))
+        body = generate_body(request, self.sampling, self.engine.holes, self.fleet.salt(self.version))
         headers = {"Authorization": f"Bearer {replica.server.token}"}
         if not self.attempts[replica]:
             self.moved[replica] = self.engine.clock()  # it had nothing to do until now
@@ -194,14 +195,15 @@ class _Call:
             raise _Failed("server_errors", f"answered {response.status_code}: {response.text[:SHOWN]}")
         try:
             answer = response.json()
-            found = completions(answer, request, self.sampling, self.version)
+            found = completions(answer, request, self.sampling, self.version, self.engine.num_real_ids, self.engine.holes)
+            cached = int(answer["cached_tokens"])
         except BadAnswer as error:
             raise _Failed(error.kind, str(error)) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise _Failed("incomplete", f"an answer of another form ({error!r}): {response.text[:SHOWN]}") from error
         self.moved[replica] = self.engine.clock()
         self.counters["prompt_tokens"] += len(request.prompt_ids)
-        self.counters["cached_tokens"] += answer["cached_tokens"]
+        self.counters["cached_tokens"] += cached
         self.counters["sampled_tokens"] += sum(len(c.ids) for c in found)
         return found
 
@@ -289,14 +291,3 @@ class _Failed(Exception):
     def __init__(self, kind: str, detail: str, stands: bool = False):
         super().__init__(detail)
         self.kind, self.stands = kind, stands
-
-
-def check_requests(requests: Sequence[Request], num_real_ids: int) -> None:
-    """Raises ValueError, naming the request, for an empty prompt or an id that the servers' vocabulary does not have."""
-    for i, request in enumerate(requests):
-        ids = request.prompt_ids
-        if len(ids) == 0:
-            raise ValueError(f"request {i}: the prompt is empty; the first token is sampled after at least one prompt id")
-        if ids.min() < 0 or ids.max() >= num_real_ids:
-            wrong = ids[(ids < 0) | (ids >= num_real_ids)][0]
-            raise ValueError(f"request {i}: prompt id {wrong} is not in the vocabulary, expected 0 <= id < {num_real_ids}")

@@ -8,11 +8,12 @@ from typing import Any
 import httpx
 import numpy as np
 
-from deepgrpo.rollout.engine import Request, Sampling
+from deepgrpo.rollout.engine import BadAnswer, Request, Sampling
 from deepgrpo.rollout.vllm_server import MODEL_NAME, VllmServer
-from deepgrpo.rollout.vllm_wire import GENERATE, BadAnswer, completions, generate_body
+from deepgrpo.rollout.vllm_wire import GENERATE, completions, generate_body
 from deepgrpo.types import Completion, Ids
 
+ANY_ID = 2**31  # a vocabulary whose size does not matter: the answer only has to be the same as another
 SHOWN = 300  # characters of an answer that an error quotes
 # vLLM's counters of tokens; the second counts those of a prompt while it is still being read, in pieces.
 _COUNTERS = re.compile(r"^vllm:(?:generation_tokens_total|iteration_tokens_total_sum)(?:\{.*\})? (\S+)$", re.M)
@@ -107,10 +108,10 @@ class Control:
         """The most likely continuation, and how many of the prompt's tokens came from the prefix cache."""
         sampling = Sampling(temperature=0.0, top_p=1.0, top_k=-1, stop_ids=(), max_model_len=len(ids) + tokens)
         request = Request(ids, seeds=(0,))
-        answer = self._call("POST", GENERATE, deadline, generate_body(request, sampling, 0, salt))
+        answer = self._call("POST", GENERATE, deadline, generate_body(request, sampling, (), salt))
         try:
-            (completion,) = completions(answer, request, sampling, version)
-        except BadAnswer as error:
+            (completion,) = completions(answer, request, sampling, version, ANY_ID)
+        except (BadAnswer, KeyError, TypeError, ValueError, OverflowError) as error:
             raise VllmError(f"{self.server.url}: a greedy answer is not usable: {error}") from error
         return completion, answer["cached_tokens"]
 

@@ -11,19 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from deepgrpo.rollout.engine import Request, Sampling
-from deepgrpo.types import Completion, as_ids
+from deepgrpo.rollout.engine import BadAnswer, Request, Sampling, checked
+from deepgrpo.types import Completion
 
+MASKED = -1e30  # what an id without a token has added to its logit
 HIGHEST_TEMPERATURE = 2.0  # vLLM refuses more
 LOWEST_TEMPERATURE = 0.01  # and takes anything between 0 and this for this
-
-
-class BadAnswer(Exception):
-    """An answer that must not be trained on: cut off, incomplete, or made by other weights. Asking again may help."""
-
-    def __init__(self, kind: str, detail: str):
-        super().__init__(detail)
-        self.kind = kind  # aborted | incomplete | stale
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -60,8 +53,11 @@ def samples_asked(request: Request, sampling: Sampling) -> int:
 GENERATE = "/deepgrpo/generate"
 
 
-def generate_body(request: Request, sampling: Sampling, num_real_ids: int, salt: str) -> dict[str, Any]:
-    """JSON of one request. `salt` parts the prefix cache: blocks made under another one are never reused."""
+def generate_body(request: Request, sampling: Sampling, holes: Sequence[int], salt: str) -> dict[str, Any]:
+    """JSON of one request. `salt` parts the prefix cache: blocks made under another one are never reused.
+
+    holes: ids below the vocabulary's bound that have no token.
+    """
     parameters = {
         "n": samples_asked(request, sampling),
         "max_tokens": room(request, sampling),
@@ -74,18 +70,22 @@ def generate_body(request: Request, sampling: Sampling, num_real_ids: int, salt:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         # The stop ids are the union of all that the model knows; vLLM must not add any of its own.
-        "stop_token_ids": [stop for stop in sampling.stop_ids if stop < num_real_ids],
+        "stop_token_ids": list(sampling.stop_ids),
         "ignore_eos": True,
         "logprobs": 0,  # of the sampled token alone
         "detokenize": False,
     }
+    if holes:
+        parameters["logit_bias"] = {str(hole): MASKED for hole in holes}
     if sampling.temperature > 0:
         parameters["seed"] = request_seed(request.seeds)
     return {"token_ids": request.prompt_ids.tolist(), "cache_salt": salt, "sampling_params": parameters}
 
 
-def completions(body: Mapping[str, Any], request: Request, sampling: Sampling, version: int) -> list[Completion]:
-    """The samples of an answer, in seed order.
+def completions(
+    body: Mapping[str, Any], request: Request, sampling: Sampling, version: int, bound: int, holes: Sequence[int] = ()
+) -> list[Completion]:
+    """The samples of an answer, in seed order. bound, holes: see `engine.check_ids`.
 
     Raises:
       BadAnswer: it is not the whole, undisturbed answer of the weights of `version`.
@@ -94,27 +94,14 @@ def completions(body: Mapping[str, Any], request: Request, sampling: Sampling, v
     choices = sorted(body.get("choices") or (), key=lambda choice: choice["index"])
     if [choice["index"] for choice in choices] != list(range(asked)):
         raise BadAnswer("incomplete", f"{len(choices)} samples came back, expected {asked}")
-    found = [_completion(choice, room(request, sampling), frozenset(sampling.stop_ids), version) for choice in choices]
+    limits = room(request, sampling), sampling.stop_ids, bound, holes
+    found = [_completion(choice, version, *limits) for choice in choices]
     return found if asked == len(request.seeds) else found * len(request.seeds)
 
 
-def _completion(choice: Mapping[str, Any], max_tokens: int, stop_ids: frozenset[int], version: int) -> Completion:
-    ids, reason = choice["token_ids"], choice["finish_reason"]
-    if reason not in ("stop", "length"):
-        raise BadAnswer("aborted", f"a sample ended with finish_reason {reason!r} after {len(ids)} tokens")
-    if not ids or len(choice["logprobs"]) != len(ids):
-        raise BadAnswer("incomplete", f"{len(ids)} tokens came with {len(choice['logprobs'])} log-probs")
-    if reason == "stop" and ids[-1] not in stop_ids:
-        raise BadAnswer("incomplete", f"a sample stopped at token {ids[-1]}, which is no stop id")
-    if reason == "length" and len(ids) != max_tokens:
-        raise BadAnswer("incomplete", f"a sample ended for its length after {len(ids)} tokens, expected {max_tokens}")
+def _completion(choice: Mapping[str, Any], version: int, *limits: Any) -> Completion:
+    found = checked(choice["token_ids"], choice["logprobs"], choice["finish_reason"], version, *limits)
     made_by = {version for version, _, _ in choice["weight_versions"]}
     if made_by != {str(version)}:
         raise BadAnswer("stale", f"a sample was made by weights {sorted(made_by) or 'unknown'}, expected version {version}")
-    logps = np.array(choice["logprobs"], np.float32)
-    if not np.isfinite(logps).all():
-        raise FloatingPointError(
-            f"a sampled token has log-prob {logps[~np.isfinite(logps)][0]}; the weights or activations overflowed or are NaN"
-        )
-    logps.flags.writeable = False
-    return Completion(as_ids(ids), logps, reason, version)
+    return found

@@ -52,18 +52,18 @@ def best_step(run: pathlib.Path) -> int:
 
 
 def record_of(folder: pathlib.Path) -> dict[str, Any]:
-    """The configuration of the run of this step folder, by dotted key, as the run wrote it down."""
+    """What the run of this step folder wrote down: `config` by dotted key, the time when it `started`, ..."""
     record = folder.parent.parent / "config.json"
     if not record.is_file():
         raise FileNotFoundError(
             f"{record}: not found, so the model the run started from is unknown: name its folder with --model"
         )
-    return json.loads(record.read_text(encoding="utf-8"))["config"]
+    return json.loads(record.read_text(encoding="utf-8"))
 
 
 def starting_model(folder: pathlib.Path) -> pathlib.Path:
     """The Hugging Face folder that the run of this step folder started from, by the run's own record."""
-    model = pathlib.Path(record_of(folder)["model.path"])
+    model = pathlib.Path(record_of(folder)["config"]["model.path"])
     if not model.is_dir():
         raise FileNotFoundError(
             f"{model}, where {folder.parent.parent} says the run started from, is not there: name its folder with --model"
@@ -94,7 +94,7 @@ def selected_on(folder: pathlib.Path) -> list[str]:
     if not path.is_file() or json.loads(path.read_text(encoding="utf-8"))["step"] != int(folder.name):
         return []
     try:
-        config = record_of(folder)
+        config = record_of(folder)["config"]
     except FileNotFoundError:
         return ["unknown: the run's record is gone"]
     return list(config.get("data.selection") or config["data.validation"])

@@ -109,7 +109,8 @@ def open_vllm(
     servers = servers or start_servers(config, stack, first.folder, root, dtype, run)
     fleet = Fleet(servers, config.name, Deadlines(keys.control_deadline, keys.load_deadline, keys.start_deadline))
     stack.callback(fleet.close)
-    engine = VllmEngine(fleet, num_real_ids, keys.block_size, keys.max_concurrent, keys.request_deadline)
+    holes = model_config.holes
+    engine = VllmEngine(fleet, num_real_ids, keys.block_size, keys.max_concurrent, keys.request_deadline, holes)
     publisher.confirm(fleet, first)
     if keys.self_test:
         self_test(engine, learner, prompts, sampling, keys.self_test, config.seed, publisher.tolerance)
@@ -176,7 +177,7 @@ def serving_model(config: Any, root: pathlib.Path) -> pathlib.Path:
     For servers that run before their learner: a vocabulary is fixed when its server starts, and snapshots have no phantom rows.
     """
     path, dtype = config.model.path, config.vllm.dtype or config.model.dtype
-    num_real_ids = len(tokenizer_lib.load_tokenizer(path))
+    num_real_ids = tokenizer_lib.vocabulary(tokenizer_lib.load_tokenizer(path)).bound
     snapshots = Snapshots(own_folder(root), "direct", ModelConfig.from_hf(path), num_real_ids, dtype, path)
     return snapshots.write(snapshots.take(hf.load(path, dtype)), "start", {})
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deepgrpo.data import templates
-from deepgrpo.data.tokenizer import encode_prompt, load_tokenizer, phantom_start, stop_ids
+from deepgrpo.data.tokenizer import encode_prompt, load_tokenizer, stop_ids, vocabulary
 from tests.data import small_tokenizer
 
 OPEN = "<|im_start|>assistant\n"
@@ -78,7 +78,7 @@ def test_stop_ids_are_the_union(tmp_path, named, expected):
     path = small_tokenizer.write(tmp_path, eos_ids=named)
     tokenizer = load_tokenizer(path)
     assert stop_ids(path, tokenizer) == expected
-    assert phantom_start(tokenizer) == 260
+    assert vocabulary(tokenizer) == (260, ())
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no end token"):

@@ -33,6 +33,7 @@ class Knobs:
     refuse: int = 0  # that get a 400
     abort: int = 0  # that come back with finish_reason abort
     shorten: int = 0  # that lack a token
+    phantom: int = 0  # that hold an id without a token
     die_after: int = -1  # generate requests answered before the server is gone
     ignore_load: bool = False  # says 200 and ok, and does nothing
     ignore_version: bool = False  # likewise with the version
@@ -196,6 +197,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             choices[0] = choices[0] | {"finish_reason": "abort"}
         if self.spend("shorten"):
             choices[-1] = choices[-1] | {"token_ids": choices[-1]["token_ids"][:-1]}
+        if self.spend("phantom"):
+            choices[0] = choices[0] | {"token_ids": [fake.model.config["vocab_size"], *choices[0]["token_ids"][1:]]}
         with fake.lock:
             fake.generated += 1
             last = fake.generated == fake.knobs.die_after

@@ -62,6 +62,8 @@ def softmax(x):
 
 def distribution(logits, p) -> np.ndarray:
     """float64[V] log-probs of the distribution that parameters `p` sample from."""
+    for token, bias in p.get("logit_bias", {}).items():  # before all else, as vLLM does
+        logits[int(token)] += bias
     z = logits / p["temperature"] if p["temperature"] else logits
     if p["temperature"] and p["top_k"]:
         z = np.where(z < np.sort(z)[-p["top_k"]], -np.inf, z)

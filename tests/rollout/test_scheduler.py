@@ -42,7 +42,7 @@ def test_a_stop_in_the_last_place_is_a_stop():
     scheduler.resize(2)
     scheduler.refill()
     ended = scheduler.record(*decoded([[4, 1], [4, 4]]))
-    assert [s.completion(scheduler.stop_ids, 0).finish_reason for s in ended] == ["stop", "length"]
+    assert [s.completion(scheduler.stop_ids, 0, 100).finish_reason for s in ended] == ["stop", "length"]
 
 
 def test_prompts_without_room_never_wait():

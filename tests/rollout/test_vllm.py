@@ -49,7 +49,7 @@ def test_the_sampled_distribution_is_the_one_whose_log_probs_come_back(rig):
 
 def test_requests_say_everything_and_ids_are_verbatim(rig):
     one = rig()
-    requests, sampling = tiny.make_requests([5, 12], samples=3), tiny.plain(stop_ids=(3, 4, 95), temperature=0.7)
+    requests, sampling = tiny.make_requests([5, 12], samples=3), tiny.plain(stop_ids=(3, 4), temperature=0.7)
     completions = one.engine.generate(requests, sampling)
     bodies = one.fakes[0].bodies("/deepgrpo/generate")
     assert sorted(body["token_ids"] for body in bodies) == sorted(request.prompt_ids.tolist() for request in requests)
@@ -57,7 +57,7 @@ def test_requests_say_everything_and_ids_are_verbatim(rig):
         p = body["sampling_params"]
         assert (p["n"], p["temperature"], p["top_p"], p["top_k"], p["min_p"], p["logprobs"]) == (3, 0.7, 1.0, 0, 0.0, 0)
         assert p["repetition_penalty"] == 1.0 and p["presence_penalty"] == p["frequency_penalty"] == 0.0
-        assert p["stop_token_ids"] == [3, 4] and p["ignore_eos"]  # 95 is phantom: the server's vocabulary ends at 90
+        assert p["stop_token_ids"] == [3, 4] and p["ignore_eos"] and "logit_bias" not in p
         assert p["max_tokens"] == 32 - len(body["token_ids"]) and body["cache_salt"] == "run.0"
     assert len({body["sampling_params"]["seed"] for body in bodies}) == 2
     for completion in flat(completions):
@@ -230,10 +230,19 @@ def test_concurrency_is_bounded_and_replicas_share_the_load(rig):
     assert all(replica.generating == 0 for replica in one.fleet.replicas)
 
 
+def test_an_impossible_answer_is_asked_again(rig):
+    one, requests = rig(), tiny.make_requests([4, 5], samples=2, max_tokens=4)
+    one.fakes[0].knobs.phantom = 2
+    assert max(c.ids.max() for c in flat(one.engine.generate(requests, tiny.plain()))) < 90
+    assert one.engine.metrics()["engine/incomplete"] == 2
+
+
 def test_bad_requests_are_named(rig):
     one = rig()
     for ids, message in (([], "request 0: the prompt is empty"), ([5, 93], "request 0: prompt id 93 .* id < 90")):
         with pytest.raises(ValueError, match=message):
             one.engine.generate([Request(as_ids(ids), (1,))], tiny.plain())
+    with pytest.raises(ValueError, match="stop id 95 has no token, expected one below 90"):
+        one.engine.generate(tiny.make_requests([3]), tiny.plain(stop_ids=(3, 95)))
     with pytest.raises(ValueError, match="temperature is 2.5, vLLM takes"):
         one.engine.generate(tiny.make_requests([3]), tiny.plain(temperature=2.5))

@@ -2,8 +2,9 @@
 
 vLLM's route makes two validated objects of every token's log-prob and writes 150 bytes for it; with a small model that takes a
 quarter of the time. Request: {"token_ids", "cache_salt", "sampling_params"}, the last as vLLM's
-`SamplingParams`, with logprobs 0. Answer: {"choices": [{"index", "token_ids", "logprobs", "finish_reason", "weight_versions":
-[[version, start, end], ...]}], "cached_tokens"}; logprobs[i] is that of token_ids[i].
+`SamplingParams`, with logprobs 0; logit_bias has JSON's keys, which are text. Answer: {"choices": [{"index", "token_ids",
+"logprobs", "finish_reason", "weight_versions": [[version, start, end], ...]}], "cached_tokens"}; logprobs[i] is that of
+token_ids[i].
 """
 
 import asyncio
@@ -38,7 +39,10 @@ async def _generate(engine, body: bytes) -> tuple[int, dict]:
     try:
         asked = json.loads(body)
         plain = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True}
-        parameters = SamplingParams(**(asked["sampling_params"] | plain))
+        wanted = asked["sampling_params"] | plain
+        if "logit_bias" in wanted:
+            wanted["logit_bias"] = {int(number): bias for number, bias in wanted["logit_bias"].items()}
+        parameters = SamplingParams(**wanted)
         prompt = {"prompt_token_ids": asked["token_ids"], "cache_salt": asked["cache_salt"]}
         outputs = [output async for output in engine.generate(prompt, parameters, f"deepgrpo-{uuid.uuid4().hex}")]
     except (VLLMClientError, ValueError, KeyError, TypeError) as error:

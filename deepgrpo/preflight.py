@@ -20,6 +20,7 @@ from ml_collections import config_dict
 from deepgrpo.config import forest_folder
 from deepgrpo.config.constraints import ORACLE
 from deepgrpo.config.errors import ConfigError, Finding, describe
+from deepgrpo.config.silent_rules import settings_problems
 
 ENDPOINT_DEADLINE = 5.0  # seconds for GET /models: a healthy server answers at once
 DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave behind; asking JAX would start its backends
@@ -188,4 +189,4 @@ def teacher_problems(config: config_dict.ConfigDict) -> list[Finding]:
     return problems
 
 
-CHECKS = (accelerator_problems, engine_problems, model_problems, data_problems)  # of any run, in this order
+CHECKS = (accelerator_problems, engine_problems, model_problems, data_problems, settings_problems)  # of any run, in this order

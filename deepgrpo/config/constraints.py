@@ -223,6 +223,12 @@ def size_rules(config: config_dict.ConfigDict) -> list[Rule]:
             "an optimizer step cannot hold more prompts than a training step; lower optim.mini_batch_prompts",
         ),
         (
+            ("optim.schedule", "train.steps", "train.student_tokens", "curriculum.injection_mode", "rollout.dynamic_sampling"),
+            optim.schedule == "constant" or bool(config.train.steps) or steps_are_known(config),
+            "the cosine ends with the run, and a token budget, states in the place of prompts or dynamic sampling leave its "
+            "steps open; set train.steps (python -m deepgrpo.plan estimates them), or optim.schedule=constant",
+        ),
+        (
             ("learner.buckets",),
             bool(learner.buckets) and list(learner.buckets) == sorted(set(learner.buckets)),
             "expected at least one row length, in rising order",
@@ -253,6 +259,12 @@ def size_rules(config: config_dict.ConfigDict) -> list[Rule]:
             "greedy answers to one problem are all the same; set validation.n=1 or a temperature above 0",
         ),
     ]
+
+
+def steps_are_known(config: config_dict.ConfigDict) -> bool:
+    """Whether the passes over the data alone say how many steps a run has."""
+    replaces = config.curriculum.pool != "none" and config.curriculum.injection_mode == "replace"
+    return not (config.train.student_tokens or replaces or config.rollout.dynamic_sampling)
 
 
 def process_rules(config: config_dict.ConfigDict) -> list[Rule]:

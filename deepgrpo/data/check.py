@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from deepgrpo.config.constraints import steps_are_known
 from deepgrpo.config.errors import Finding
 from deepgrpo.data import tables
 from deepgrpo.data.cells import TEXT, DataError
@@ -60,8 +61,7 @@ def _of_sets(config: Any, sources: dict[str, list[str]]) -> list[Finding]:
     if data.train and data.batch_size > count:
         what = f"data: a batch of data.batch_size={data.batch_size} can't be drawn from {count} training problems"
         findings.append(Finding(what, f"set --config.data.batch_size (and optim.mini_batch_prompts) to at most {count}"))
-    steps_of_passes = config.train.epochs * (count // data.batch_size) if config.curriculum.injection_mode == "add" else 0
-    steps = config.train.steps or steps_of_passes  # 0: not known
+    steps = config.train.steps or steps_are_known(config) * config.train.epochs * (count // data.batch_size)  # 0: not known
     if data.train and optim.warmup_steps and optim.warmup_steps >= steps > 0:
         what = f"optim.warmup_steps={optim.warmup_steps}, but the run has {steps} steps: its learning rate never gets to optim.lr"
         findings.append(Finding(f"schedule: {what}", f"set --config.optim.warmup_steps below {steps}, or lengthen the run"))

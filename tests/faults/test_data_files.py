@@ -111,6 +111,7 @@ def told(student, tmp_path, monkeypatch):
     def told(*specs: str, **overrides: str) -> str:
         monkeypatch.chdir(ROOT)
         flags = {"data.batch_size": "1", "optim.mini_batch_prompts": "1", "curriculum.pool": "none", "teacher.enabled": "false"}
+        flags |= {"train.student_tokens": "0"}
         flags |= {"data.train": ",".join(f"{name.replace(':', f':{tmp_path}/')}" for name in specs), "curriculum.failures": "all"}
         flags |= {name.replace("__", "."): value for name, value in overrides.items()}
         line = [f"--config.{key}={value}" for key, value in flags.items()]
@@ -180,9 +181,7 @@ def test_what_sets_do_not_allow_is_said_with_the_names_that_exist(told, tmp_path
     (tmp_path / "a.jsonl").write_text(LINE * 20)
     text = told("math:a.jsonl", data__batch_size="21", optim__mini_batch_prompts="21")
     assert "data.batch_size=21 can't be drawn from 20 training problems" in text
-    text = told(
-        "math:a.jsonl", data__batch_size="10", train__epochs="3", optim__warmup_steps="6", curriculum__injection_mode="add"
-    )
+    text = told("math:a.jsonl", data__batch_size="10", train__epochs="3", optim__warmup_steps="6", optim__mini_batch_prompts="1")
     assert "optim.warmup_steps=6, but the run has 6 steps" in text
     for metric in (
         "val-core/carry_chain/reward/mean@2",

@@ -284,7 +284,7 @@ def rollout_work(config: Any, model: ModelConfig, groups: list, device: str, mes
     else:
         engines, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
         slots = -(-config.rollout.slots // engines)
-    weights = size * parameter_count(model)
+    weights = size * model.num_parameters
     length = sum(n * (prompt + response / 2) for n, prompt, response in sampled) / sequences
     busy = max(1.0, min(slots, sequences / engines))
     bandwidth = DEVICES[device][2] * 1e9 * bandwidth_share * tensor
@@ -331,10 +331,6 @@ def teacher_work(config: Any, work: Work, groups: list, steps: int | None, notes
         "per_run": {name: value * steps for name, value in a_step.items()} if steps else None,
         "budget_lasts_steps": min(lasts) if lasts else None,
     }
-
-
-def parameter_count(model: ModelConfig) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(model)))
 
 
 def steps_of(config: Any, work: Work, sampled: float) -> int | None:
@@ -398,7 +394,7 @@ def plan(config: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     seconds = seconds_of(config, arguments, total, rollout["seconds"], notes)
     teacher = teacher_work(config, work, groups, steps, notes)
     return {
-        "model": dataclasses.asdict(model) | {"parameters": parameter_count(model)},
+        "model": dataclasses.asdict(model) | {"parameters": model.num_parameters},
         "device": {"name": arguments.device, "count": arguments.devices, "mesh": mesh, "attention": attention},
         "memory": memory_of(config, arguments, model, shapes, len(mini_batches), rollout),
         "shapes": [dataclasses.asdict(shape) for shape in shapes],

@@ -21,6 +21,7 @@ from deepgrpo.config import forest_folder
 from deepgrpo.config.constraints import ORACLE
 from deepgrpo.config.errors import ConfigError, Finding, describe
 from deepgrpo.config.silent_rules import settings_problems
+from deepgrpo.weights import room
 
 ENDPOINT_DEADLINE = 5.0  # seconds for GET /models: a healthy server answers at once
 DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave behind; asking JAX would start its backends
@@ -189,4 +190,19 @@ def teacher_problems(config: config_dict.ConfigDict) -> list[Finding]:
     return problems
 
 
-CHECKS = (accelerator_problems, engine_problems, model_problems, data_problems, settings_problems)  # of any run, in this order
+def resource_problems(config: config_dict.ConfigDict) -> list[Finding]:
+    """Disks and memory that are too small for a training; an evaluation, which has no training set, saves nothing large."""
+    if not config.data.train:
+        return []
+    on_cpu = os.environ.get("JAX_PLATFORMS", "").lower() == "cpu" or not any(map(glob.glob, DEVICE_NODES))
+    return room.room_problems(config, on_cpu)
+
+
+CHECKS = (
+    accelerator_problems,
+    engine_problems,
+    model_problems,
+    data_problems,
+    settings_problems,
+    resource_problems,
+)  # of any run, in this order

@@ -32,7 +32,8 @@ import jax  # noqa: E402
 
 from deepgrpo.rollout.vllm_server import VllmServerError  # noqa: E402
 from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
-from deepgrpo.weights.setup import serving_model, start_server, weights_root  # noqa: E402
+from deepgrpo.weights.room import weights_root  # noqa: E402
+from deepgrpo.weights.setup import serving_model, start_server  # noqa: E402
 
 LOOK_SECONDS = 2.0  # between two looks at the servers
 

@@ -11,6 +11,7 @@ from configs import common
 from deepgrpo import plan
 from deepgrpo.config import ConfigError
 from deepgrpo.model import presets
+from deepgrpo.model.transformer import abstract_params
 from deepgrpo.telemetry.plan_tables import show
 from tests.learner import tiny
 
@@ -36,7 +37,8 @@ def planned(*flags):
     ],
 )
 def test_shapes_of_known_models_have_the_published_number_of_parameters(name, parameters):
-    assert plan.parameter_count(presets.preset(name)) == parameters
+    model = presets.preset(name)
+    assert model.num_parameters == parameters == sum(leaf.size for leaf in jax.tree.leaves(abstract_params(model)))
 
 
 def test_a_run_is_planned_before_anything_is_downloaded():

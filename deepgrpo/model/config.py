@@ -148,6 +148,14 @@ class ModelConfig:
             rope_scaling=None if rope["rope_type"] == "default" else tuple(sorted(rope.items())),
         )
 
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all weights, as `transformer.abstract_params` has them."""
+        D, q, kv = self.width, self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        biases = (q + 2 * kv) * self.qkv_bias + 2 * self.head_size * self.qk_norm
+        layer = D * (2 * q + 2 * kv + 3 * self.mlp_width + 2) + biases
+        return self.vocab_size * D * (1 if self.tie_embeddings else 2) + self.num_layers * layer + D
+
     def to_hf_dict(self) -> dict[str, Any]:
         """The content of a config.json, in the older spelling of rope, which every version of transformers and vLLM reads."""
         hf = {

@@ -26,10 +26,10 @@ from deepgrpo.rollout.vllm_server import VllmServer
 from deepgrpo.types import Ids, as_ids
 from deepgrpo.weights import hf, snapshot
 from deepgrpo.weights.publish import Publisher
+from deepgrpo.weights.room import weights_root
 from deepgrpo.weights.snapshot import Snapshots
 
 SELF_TEST_PROMPTS, SELF_TEST_TOKENS = 8, 64
-MEMORY_FOLDER = pathlib.Path("/dev/shm")
 
 Publish = Callable[[Any, int], None]  # (parameters, version); see Publisher.publish
 
@@ -183,15 +183,6 @@ def serving_model(config: Any, root: pathlib.Path) -> pathlib.Path:
 
 
 #### Where snapshots lie
-
-
-def weights_root(config: Any) -> pathlib.Path:
-    """The folder below which this run's servers may load from."""
-    if config.weights.folder:
-        return pathlib.Path(config.weights.folder).absolute()
-    if MEMORY_FOLDER.is_dir():
-        return MEMORY_FOLDER / f"deepgrpo-{config.name}"
-    return pathlib.Path(config.run_dir, config.name, "weights").absolute()
 
 
 def own_folder(root: pathlib.Path) -> pathlib.Path:

@@ -140,8 +140,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.judge.model = ""  # served model name
     config.judge.api_key_env = "OPENAI_API_KEY"  # environment variable that holds the key
     config.judge.enable_thinking = "unset"  # chat_template_kwargs.enable_thinking: true | false | unset (nothing is sent)
-    config.judge.temperatures = (0.0, 0.3, 0.7)  # tried in turn until a reply can be parsed
-    config.judge.attempts_per_temperature = 1
+    config.judge.temperatures = (0.0, 0.3, 0.7)  # of its requests, in turn
+    config.judge.attempts = 3  # replies asked for a mark, each at the next temperature, until one can be parsed
     config.judge.timeout = 600.0  # seconds a request
     config.judge.deadline = 1800.0  # seconds a mark, retries and waiting included; past it there is no verdict
     config.judge.max_tokens = 8192  # reply limit; 0: none is sent (the reference)
@@ -225,8 +225,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.teacher.model = "Qwen/Qwen3.5-27B-GPTQ-Int4"  # served model name
     config.teacher.api_key_env = "OPENAI_API_KEY"  # environment variable that holds the key
     config.teacher.enable_thinking = "false"  # chat_template_kwargs.enable_thinking: true | false | unset (nothing is sent)
-    config.teacher.temperatures = (0.3, 0.7)  # tried in turn until a reply can be parsed
-    config.teacher.attempts_per_temperature = 1
+    config.teacher.temperatures = (0.3, 0.7)  # of a failure's replies, in turn
+    config.teacher.attempts = 2  # replies asked for a failure until a correction is verified (strict_reference: until one is parsed)
     config.teacher.timeout = 1800.0  # seconds a request
     config.teacher.deadline = 3600.0  # seconds a correction, retries and waiting included
     config.teacher.max_tokens = 0  # reply limit; 0: none is sent (the reference)

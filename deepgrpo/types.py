@@ -34,8 +34,9 @@ class Problem:
     data_source: picks the grader (`GSM8K`, `MATH`, `carry_chain`, ...).
     prompt_ids: int32[len], chat template applied, generation prompt included.
     ground_truth: what the grader compares with; JSON-serialisable.
-    question: the user's text, for the teacher's prompt and for dumps.
+    question: the user's text, for graders and dumps.
     extra: further columns of the row; JSON-serialisable.
+    told: all that the prompt tells the student, instructions and examples included, for the teacher; "": the question alone.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Problem:
     ground_truth: Any
     question: str
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    told: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

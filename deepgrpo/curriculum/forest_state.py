@@ -227,6 +227,7 @@ def _problem_row(problem: Problem) -> dict[str, Any]:
         "ground_truth": problem.ground_truth,
         "question": problem.question,
         "extra": dict(problem.extra),
+        "told": problem.told,
     }
 
 

@@ -78,7 +78,8 @@ def load_problems(
         if len(ids) > max_prompt_length:
             overlong.append(number)
             continue
-        problems.append(Problem(len(problems), row.data_source, ids, row.ground_truth, row.question, row.extra))
+        told = templates.told(template, row.question, row.messages)
+        problems.append(Problem(len(problems), row.data_source, ids, row.ground_truth, row.question, row.extra, told))
     report = Report(spec, seen, len(problems), bad_keys, overlong)
     if not problems:
         limit_key = f"data.max_prompt_length (now {max_prompt_length} tokens)"

@@ -50,16 +50,27 @@ def rendered(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, **opti
         raise ValueError(f"the chat template refuses messages of the roles {roles}: {type(error).__name__}: {error}") from error
 
 
+def told(template: str, question: str, messages: Sequence[Mapping[str, str]] | None = None) -> str:
+    """All that a prompt tells the student, without the marks of a chat: what a teacher has to know to write in its place.
+
+    messages: the row's own, which are sent as they are.
+    """
+    if messages is not None:
+        return "\n\n".join(message["content"] for message in messages)
+    before, after = AROUND.get(template, ("", ""))
+    return f"{before}{question}{after}"
+
+
 def chat(question: str, tokenizer: Tokenizer) -> Ids:
     return messages_prompt([{"role": "user", "content": question}], tokenizer)
 
 
 def gsm8k(question: str, tokenizer: Tokenizer) -> Ids:
-    return chat(f"{question} {GSM8K_INSTRUCTION}", tokenizer)
+    return chat(told("gsm8k", question), tokenizer)
 
 
 def math_boxed(question: str, tokenizer: Tokenizer) -> Ids:
-    return chat(f"{question} {BOXED_INSTRUCTION}", tokenizer)
+    return chat(told("math_boxed", question), tokenizer)
 
 
 def qwen_math(question: str, tokenizer: Tokenizer) -> Ids:
@@ -89,6 +100,13 @@ def _turn(role: str, content: str) -> str:
     return f"<|im_start|>{role}\n{content}<|im_end|>\n"
 
 
+AROUND = {  # what each template says before and after the question, if it says anything
+    "gsm8k": ("", f" {GSM8K_INSTRUCTION}"),
+    "math_boxed": ("", f" {BOXED_INSTRUCTION}"),
+    "qwen_math": (f"{QWEN_MATH_SYSTEM}\n\n", ""),
+    "r1": (f"{R1_PREAMBLE}\n\n", ""),
+    "few_shot_arithmetic": ("".join(f"{q}\n{a}\n\n" for q, a in SUM_EXAMPLES), ""),
+}
 TEMPLATES: dict[str, Callable[[str, Tokenizer], Ids]] = {
     "chat": chat,
     "gsm8k": gsm8k,

@@ -10,6 +10,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from typing import Any
 
 from deepgrpo.endpoint import breaker as breakers
 from deepgrpo.endpoint.cache import ReplyCache, request_key
-from deepgrpo.endpoint.errors import Refused, Unavailable
+from deepgrpo.endpoint.errors import Refused, TryAgain, Unavailable
 
 BACKOFF_BASE, BACKOFF_CAP, BACKOFF_JITTER = 0.5, 8.0, 0.2  # seconds
 TRUE, FALSE, UNSET = {"1", "true", "yes", "y", "on"}, {"0", "false", "no", "n", "off"}, {"", "null", "none", "unset"}
@@ -52,7 +53,7 @@ class Client:
         model: str,
         api_key_env: str,
         temperatures: Sequence[float],
-        attempts_per_temperature: int = 1,
+        attempts: int = 0,
         timeout: float = 1800.0,
         deadline: float = 3600.0,
         max_tokens: int = 0,
@@ -76,6 +77,7 @@ class Client:
         """Keywords up to `breaker_seconds` are the keys of `config.teacher` (0 budgets: none; prices a million tokens).
 
         Args:
+          attempts: replies asked for one question, at the next temperature each (after the last, the first); 0: one at each.
           retries: times a failed request is sent again before the caller is told (at the same temperature).
           extra_body: sent along with every request; see `extra_body`.
           cache: replies are looked up in it and kept in it.
@@ -84,10 +86,10 @@ class Client:
           name: first part of the metric names.
           transport, sleep, clock: what reaches the wire and the time; tests bring their own.
         """
-        if not temperatures or attempts_per_temperature < 1:
-            raise ValueError(f"need a temperature and an attempt, got {tuple(temperatures)} and {attempts_per_temperature}")
+        if not temperatures or attempts < 0:
+            raise ValueError(f"need a temperature and attempts >= 0, got {tuple(temperatures)} and {attempts}")
         self._base_url, self._model, self._api_key_env = base_url, model, api_key_env
-        self._schedule = [t for t in temperatures for _ in range(attempts_per_temperature)]
+        self._schedule = [temperatures[i % len(temperatures)] for i in range(attempts or len(temperatures))]
         self._timeout, self._deadline, self._max_tokens = timeout, deadline, max_tokens
         self._max_concurrent, self._retries, self._strict = max_concurrent, 0 if strict_reference else retries, strict_reference
         self._token_budget, self._money_budget = token_budget, money_budget
@@ -110,6 +112,8 @@ class Client:
     async def ask(self, prompt: str, parse: Callable[[str], Any]) -> Reply:
         """Sends `prompt` as one user message until `parse(reply)` raises no ValueError or the schedule is used up.
 
+        `parse` may be a coroutine function; it raises TryAgain for a reply that could be read but is of no use.
+
         Raises:
           Unavailable: the endpoint could not be reached, or must not be now; nothing is known about the question.
           Refused: the endpoint turns this very request down.
@@ -128,7 +132,11 @@ class Client:
             else:
                 text = payload["text"].strip()
                 try:
-                    return Reply(parse(text), text, temperature, payload["latency"])
+                    parsed = parse(text)
+                    parsed = await parsed if inspect.isawaitable(parsed) else parsed
+                    return Reply(parsed, text, temperature, payload["latency"])
+                except TryAgain:
+                    self._count("tried_again")
                 except ValueError:
                     self._count("unparsed")
             if self._strict:
@@ -356,6 +364,7 @@ COUNTERS = (
         "replies",
         "cache_hits",
         "unparsed",
+        "tried_again",
         "prompt_tokens",
         "completion_tokens",
         "budget_refusals",

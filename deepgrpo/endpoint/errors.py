@@ -25,3 +25,7 @@ class Unavailable(EndpointError):
 
 class Refused(EndpointError):
     """The endpoint will never answer this request (too long, malformed, filtered); others may pass."""
+
+
+class TryAgain(Exception):
+    """What the reply says can be read but is of no use: another reply may be better."""

@@ -22,7 +22,7 @@ from deepgrpo.endpoint.errors import EndpointError
 from deepgrpo.rewards.judge_prompts import render
 
 CLIENT_KEYS = (
-    *("api_key_env", "temperatures", "attempts_per_temperature", "timeout", "deadline", "max_tokens", "max_concurrent"),
+    *("api_key_env", "temperatures", "attempts", "timeout", "deadline", "max_tokens", "max_concurrent"),
     *("token_budget", "money_budget", "prompt_price", "completion_price", "breaker_failures", "breaker_seconds"),
 )
 

@@ -55,15 +55,19 @@ def whole(answer: Answer) -> Answer:
     nothing.
     """
     end = len(answer.prefix)
-    start = max(answer.prefix.rfind("\n", 0, end) + 1, end - _WINDOW)
-    text = answer.prefix[start:] + own_words(answer.response)[:_WINDOW]
-    for unit in _UNIT.finditer(text):
-        if unit.start() < end - start < unit.end():
-            cut = start + unit.start()
-            prefix, begun = answer.prefix[:cut], answer.prefix[cut:]
-            return dataclasses.replace(
-                answer, prefix=prefix, response=begun + answer.response, prompt=answer.prompt.removesuffix(begun)
-            )
-        if unit.end() >= end - start:
+    unit = unit_at(answer.prefix + own_words(answer.response), end)
+    if unit is None:
+        return answer
+    prefix, begun = answer.prefix[: unit[0]], answer.prefix[unit[0] :]
+    return dataclasses.replace(answer, prefix=prefix, response=begun + answer.response, prompt=answer.prompt.removesuffix(begun))
+
+
+def unit_at(text: str, place: int) -> tuple[int, str] | None:
+    """The mark, word or number that a place in a text is inside of: where it begins, and what it is."""
+    start = max(text.rfind("\n", 0, place) + 1, place - _WINDOW)
+    for unit in _UNIT.finditer(text, start, place + _WINDOW):
+        if unit.start() < place < unit.end():
+            return unit.start(), unit.group()
+        if unit.end() >= place:
             break
-    return answer
+    return None

@@ -1,8 +1,8 @@
 """One failed rollout in; a verified correction, or the reason why there is none, out.
 
 Ask the teacher, cut where student and teacher part, refuse prefixes that hold the answer already, let the grader verify the whole
-corrected answer. A reason that says nothing about the rollout (endpoint down, grader without a verdict) *defers* it: the failure
-goes back to the pool.
+corrected answer; where that fails, ask again at the next temperature (teacher.attempts). A reason that says nothing about the
+rollout (endpoint down, grader without a verdict) *defers* it: the failure stays in the pool.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,11 +18,11 @@ import numpy as np
 
 from deepgrpo.curriculum.base import Correction, Failure
 from deepgrpo.endpoint.client import Client
-from deepgrpo.endpoint.errors import Refused, Unavailable
+from deepgrpo.endpoint.errors import Refused, TryAgain, Unavailable
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.teacher import cut as cut_lib
 from deepgrpo.teacher import prompts
-from deepgrpo.teacher.splice import Codec, Limits, Splice, splice_text, splice_tokens
+from deepgrpo.teacher.splice import Codec, Limits, Splice, splice_text, splice_tokens, without_repetition
 from deepgrpo.types import Grade, Ids
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ REJECTIONS = (
 )
 NO_VERDICT = "no_verdict"
 WINDOW = 256  # newest outcomes that the means are over
+_OPENED = re.compile(r"<think>\s*\Z")  # an assistant's turn that a template has opened
+_TAIL = 16  # ids of a prompt that such an opening is looked for in
 
 
 class Grader(Protocol):
@@ -46,7 +49,7 @@ class Outcome:
 
     reason: ACCEPTED; else why there is no correction (one of REJECTIONS, or what it was deferred for).
     deferred: nothing was learned about the failure; it belongs back into the pool.
-    splice: the cut, if it came that far. queue_age: steps that the failure waited.
+    splice: the cut, if it came that far. queue_age: steps that the failure waited. replies: that it took.
     """
 
     reason: str
@@ -54,6 +57,7 @@ class Outcome:
     deferred: bool = False
     splice: Splice | None = None
     queue_age: int = 0
+    replies: int = 1
 
 
 class Annotator:
@@ -66,6 +70,7 @@ class Annotator:
         grader: Grader,
         codec: Codec,
         leaks: Callable[[str, str], bool],
+        form: Callable[[str, str], str] = lambda told, source: "",
         limits: Limits,
         threshold: float,
         stop_ids: Sequence[int],
@@ -85,17 +90,18 @@ class Annotator:
           splice: "text" | "tokens", see `deepgrpo.teacher.splice`. place: see `deepgrpo.teacher.cut`. seed: of its draws.
           prefix_aware: tell the teacher of the locked prefix (states of a pool), or of the plain problem only.
           deadline: seconds to wait for the grader; the client has its own for the teacher.
-          strict_reference: the reference's parser and EOS rule, no leak guard, and a missing reward is a low one.
+          strict_reference: the reference's parser and EOS rule, no leak guard, numbers and marks may be cut, a missing reward is
+            a low one, and the first reply that can be parsed decides.
         """
         if splice not in ("text", "tokens"):
             raise ValueError(f"teacher.splice must be text or tokens, got {splice!r}")
         if place not in cut_lib.PLACES:
             raise ValueError(f"curriculum.cut must be one of {', '.join(cut_lib.PLACES)}, got {place!r}")
         self._client, self._grader, self._codec, self._leaks = client, grader, codec, leaks
+        self._form = form
         self._limits, self._threshold, self._stop_ids = limits, threshold, tuple(stop_ids)
         self._by_text, self._place, self._seed, self._prefix_aware = splice == "text", place, seed, prefix_aware
         self._deadline, self._strict = deadline, strict_reference
-        self._parse = prompts.parse_solution_strict if strict_reference else prompts.parse_solution
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._counts: collections.Counter[str] = collections.Counter()
         self._recent = {name: collections.deque(maxlen=WINDOW) for name in MEANS}
@@ -112,16 +118,29 @@ class Annotator:
         return dataclasses.replace(outcome, queue_age=step - failure.step)
 
     async def _annotate(self, failure: Failure) -> Outcome:
-        prompt = await self._aside(self._prompt, failure)
+        outcome, replies = Outcome("no_parsed_reply"), 0
+        prompt, student = await self._aside(self._prompt, failure)
+
+        async def use(reply: str) -> Outcome:
+            nonlocal outcome, replies
+            replies += 1
+            solution = prompts.parse_solution_strict(reply) if self._strict else prompts.parse_solution(reply, student)
+            outcome = await self._judged(failure, solution)
+            if outcome.correction is None and not outcome.deferred and not self._strict:
+                raise TryAgain(outcome.reason)
+            return outcome
+
         try:
-            reply = await self._client.ask(prompt, self._parse)
+            await self._client.ask(prompt, use)
         except Unavailable as error:
-            return Outcome(error.kind, deferred=True)
+            outcome = Outcome(error.kind, deferred=True)
         except Refused:
-            return Outcome("request_refused")
-        if reply.parsed is None:
-            return Outcome("no_parsed_reply")
-        cut = await self._aside(self._cut, failure, reply.parsed)
+            outcome = Outcome("request_refused")
+        return dataclasses.replace(outcome, replies=replies)
+
+    async def _judged(self, failure: Failure, solution: str) -> Outcome:
+        """What becomes of the failure if the teacher's solution is this one."""
+        cut = await self._aside(self._cut, failure, solution)
         if cut.reason:
             return Outcome(cut.reason, splice=cut)
         whole = await self._aside(self._text, failure, cut.body())
@@ -159,18 +178,25 @@ class Annotator:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="teacher-tokenizer")
         return asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
-    def _prompt(self, failure: Failure) -> str:
-        student = self._codec.words(failure.response_ids)
+    def _prompt(self, failure: Failure) -> tuple[str, str]:
+        """The teacher's prompt, and the student's text in it."""
+        student, problem = self._codec.text(failure.response_ids), failure.problem
+        told = problem.told or problem.question
+        form = self._form(told, problem.data_source)
         if not self._prefix_aware:
-            return prompts.plain_prompt(failure.problem.question, student)
-        return prompts.prefix_aware_prompt(failure.problem.question, self._codec.words(_locked(failure)), student)
+            return prompts.plain_prompt(told, student, form), student
+        return prompts.prefix_aware_prompt(told, self._codec.text(_locked(failure)), student, form), student
 
     def _cut(self, failure: Failure, solution: str) -> Splice:
         student, state_len = failure.response_ids, len(failure.state_ids)
+        if self._strict:
+            return splice_tokens(student, self._codec.encode(solution), state_len, self._codec.eos_token_id, self._limits)
+        opened = _OPENED.search(self._codec.decode(failure.problem.prompt_ids[-_TAIL:]))
+        given = (opened.group() if opened else "") + self._codec.text(_locked(failure))
+        solution = without_repetition(solution, given, self._codec.text(student))
         if self._by_text:
             return splice_text(self._codec, student, solution, state_len, self._stop_ids, self._limits)
-        eos = self._codec.eos_token_id if self._strict else self._stop_ids
-        return splice_tokens(student, self._codec.encode(solution), state_len, eos, self._limits)
+        return splice_tokens(student, self._codec.encode(solution), state_len, self._stop_ids, self._limits, self._codec)
 
     def _moved(self, failure: Failure, cut: Splice) -> Splice:
         arguments = {"codec": self._codec, "limits": self._limits, "seed": self._seed}
@@ -178,7 +204,7 @@ class Annotator:
 
     def _text(self, failure: Failure, ids: Ids) -> str:
         """Text of the assistant's turn: the locked prefix and `ids` after it."""
-        return self._codec.words(np.concatenate([_locked(failure), ids]))
+        return self._codec.text(np.concatenate([_locked(failure), ids]))
 
     #### Health, metrics, state
 
@@ -192,6 +218,7 @@ class Annotator:
         """Counts an outcome. Called in an order that does not depend on timing, if the caller needs the means to be exact."""
         kind = "" if outcome.reason == ACCEPTED else "deferred_" if outcome.deferred else "reject_"
         self._counts[kind + outcome.reason] += 1
+        self._counts["tried_again"] += max(outcome.replies - 1, 0)
         if not outcome.deferred:
             self._recent["queue_age"].append(outcome.queue_age)
         if outcome.splice is not None:
@@ -206,7 +233,8 @@ class Annotator:
     def metrics(self) -> dict[str, float]:
         """Cumulative `teacher_suffix/accepted`, `reject_<reason>` and `deferred_<reason>`, means over the newest outcomes, and
         the client's metrics. Reading changes nothing."""
-        counts = dict.fromkeys([ACCEPTED, f"deferred_{NO_VERDICT}", *(f"reject_{reason}" for reason in REJECTIONS)], 0)
+        names = [ACCEPTED, "tried_again", f"deferred_{NO_VERDICT}", *(f"reject_{reason}" for reason in REJECTIONS)]
+        counts = dict.fromkeys(names, 0)
         counts |= dict(self._counts)
         means = {name: sum(values) / len(values) for name, window in self._recent.items() if (values := list(window))}
         return {f"teacher_suffix/{name}": float(value) for name, value in (counts | means).items()} | self._client.metrics()

@@ -14,7 +14,7 @@ import zlib
 
 import numpy as np
 
-from deepgrpo.teacher.splice import Codec, Limits, Splice
+from deepgrpo.teacher.splice import Codec, Limits, Splice, back_off
 from deepgrpo.types import Ids
 
 PLACES = ("teacher", "own", "random", "solution")
@@ -24,13 +24,14 @@ PURPOSE = 0xC07  # keeps these draws apart from all others of the same seed
 def move(cut: Splice, student: Ids, state_ids: Ids, place: str, *, codec: Codec, limits: Limits, seed: int) -> Splice:
     """The cut at `place`: a function of its arguments, with the same lengths of the match for the metrics.
 
-    At least one token is kept and at least one left out; of special tokens (the response's stop id) none is kept.
+    At least one token is kept and at least one left out; of special tokens (the response's stop id) none is kept. A place inside
+    a number or mark is moved back to where that begins, at the very start of the text forward.
 
     Args:
       cut: an accepted one. student: int32[len], the response. state_ids: int32[len], what it continues.
 
     Returns:
-      The new cut; its `reason` is no_room_for_rollouts, too_long or empty_suffix if that place does not exist.
+      The new cut; its `reason` is no_room_for_rollouts, too_long, empty_suffix or prefix_too_short if that place does not exist.
     """
     if place == "teacher":
         return cut
@@ -45,6 +46,11 @@ def move(cut: Splice, student: Ids, state_ids: Ids, place: str, *, codec: Codec,
         return dataclasses.replace(cut, reason="no_room_for_rollouts" if end >= 1 else "empty_suffix")
     fingerprint = zlib.crc32(np.concatenate([state_ids, student]).astype("<i4").tobytes())
     k = int(np.random.default_rng((seed, PURPOSE, fingerprint)).integers(1, min(end, room) + 1))
+    text = codec.decode(source)
+    first = (n for n in range(1, min(end, room) + 1) if back_off(codec, source[:n], text) == n)
+    k = back_off(codec, source[:k], text) or next(first, 0)
+    if not k:
+        return dataclasses.replace(cut, reason="prefix_too_short")
     closing = cut.suffix_ids[cut.body_len :]
     follows = body[k:] if place != "random" or k <= len(cut.prefix_ids) else cut.suffix_ids[: cut.body_len]
     suffix = np.concatenate([follows, closing])

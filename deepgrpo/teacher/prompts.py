@@ -13,7 +13,8 @@ from typing import NamedTuple
 ERROR_HEADER, SOLUTION_HEADER = "[ERROR_DESCRIPTION]", "[CORRECT_SOLUTION]"
 INDEX_KEY = "first_error_step_index"
 
-PROBLEM, VERIFIED, STUDENT, REFERENCE, STEPS = "problem", "verified_start", "student_text", "reference_answer", "student_steps"
+PROBLEM, FORM, VERIFIED, STUDENT = "problem", "answer_form", "verified_start", "student_text"
+REFERENCE, STEPS = "reference_answer", "student_steps"
 
 
 class ParseError(ValueError):
@@ -31,7 +32,8 @@ Proceed like this.
    later.
 3. Write {whole}.
    It begins with a verbatim copy of the student's text up to just before that spot: byte for byte, with the same line breaks,
-   spaces and symbols. From there on it is entirely yours and leads to a final answer, in the form that the problem asks for.
+   spaces and symbols. From there on it is entirely yours and leads to a final answer, in the form that the problem asks for
+   (<answer_form>, if that is given, says it once more).
 
 Keep as much of the student's text as is sound, and not one piece that is faulty or harmful. If the text is faulty from its very
 first word, keep nothing. After the cut use none of the student's material.
@@ -90,17 +92,23 @@ def locator_prompt(problem: str, reference: str, steps: Sequence[str]) -> str:
     return _ask(_LOCATOR, [(PROBLEM, problem), (REFERENCE, reference), (STEPS, numbered)])
 
 
-def plain_prompt(problem: str, student: str) -> str:
-    """Template B: asks for a corrected solution of a response to the plain problem."""
-    return _ask(_PLAIN, [(PROBLEM, problem), (STUDENT, student)])
+def plain_prompt(problem: str, student: str, form: str = "") -> str:
+    """Template B: asks for a corrected solution of a response to the plain problem.
+
+    Args:
+      problem: all that the student is told. form: how a final answer is written, where the problem does not say it.
+    """
+    return _ask(_PLAIN, _slots(problem, form, "", student))
 
 
-def prefix_aware_prompt(problem: str, verified: str, student: str) -> str:
+def prefix_aware_prompt(problem: str, verified: str, student: str, form: str = "") -> str:
     """Template C: the same for a response that continues `verified`, a locked prefix ("" at a root)."""
-    slots = [(PROBLEM, problem), (STUDENT, student)]
-    if verified:
-        slots.insert(1, (VERIFIED, verified))
-    return _ask(_PREFIX_AWARE, slots)
+    return _ask(_PREFIX_AWARE, _slots(problem, form, verified, student))
+
+
+def _slots(problem: str, form: str, verified: str, student: str) -> list[tuple[str, str]]:
+    optional = [(tag, text) for tag, text in ((FORM, form), (VERIFIED, verified)) if text]
+    return [(PROBLEM, problem), *optional, (STUDENT, student)]
 
 
 class Slots(NamedTuple):
@@ -111,6 +119,7 @@ class Slots(NamedTuple):
 
 _FILLED = re.compile(
     rf"\n<{PROBLEM}>\n(?P<problem>.*?)\n</{PROBLEM}>\n"
+    rf"(?:\n<{FORM}>\n[^\n]*\n</{FORM}>\n)?"
     rf"(?:\n<{VERIFIED}>\n(?P<verified>.*?)\n</{VERIFIED}>\n)?"
     rf"\n<{STUDENT}>\n(?P<student>.*)\n</{STUDENT}>\n\Z",
     re.DOTALL,
@@ -131,8 +140,11 @@ def read_slots(prompt: str) -> Slots:
 
 #### Replies
 
-_SOLUTION_LINE = re.compile(r"^[ \t]*[#*_>]*[ \t]*\[CORRECT_SOLUTION\][*_:]*(?:[ \t]*\n|[ \t]+|\Z)", re.MULTILINE)
-_ERROR_LINE = re.compile(r"^[ \t]*[#*_>]*[ \t]*\[ERROR_DESCRIPTION\]", re.MULTILINE)
+_LINE = r"^[\ufeff #*_>`\t]*\[{}\]"  # a header in Markdown's dress
+_SOLUTION_LINE = re.compile(_LINE.format(r"CORRECT\\?_SOLUTION") + r"[*_:`]*(?:[ \t]*\n|[ \t]+|\Z)", re.MULTILINE)
+_ERROR_LINE = re.compile(_LINE.format(r"ERROR\\?_DESCRIPTION"), re.MULTILINE)
+_THOUGHT = re.compile(r"<(?:seed:)?(?:think|thinking|thought|reasoning)>|\[THINK\]|\u25c1think\u25b7", re.IGNORECASE)
+_THOUGHT_END = re.compile(r"</(?:seed:)?(?:think|thinking|thought|reasoning)>|\[/THINK\]|\u25c1/think\u25b7", re.IGNORECASE)
 _FENCED = re.compile(r"\s*```[^\n`]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
@@ -146,30 +158,33 @@ def parse_solution_strict(reply: str) -> str:
     return _not_empty(solution.strip(), found)
 
 
-def parse_solution(reply: str) -> str:
+def parse_solution(reply: str, student: str = "") -> str:
     """Returns the solution, its leading whitespace kept and its trailing whitespace removed.
 
     A header counts at the start of a line. The solution follows the first solution header after the last error header: an echoed
-    prompt and reflections come before it. Without an error header it follows the last solution header. Thinking blocks and a code
-    fence around the whole solution are removed.
+    prompt and reflections come before it. Without an error header it follows the last solution header. What stands before the
+    headers, such as the teacher's thoughts, is dropped; of the solution itself nothing is, for the student may have written the
+    same. Only a code fence around all of it is removed, unless the student's text begins with one, too.
 
     Raises:
-      ParseError: no header, or nothing after it.
+      ParseError: no header, nothing after it, or only a thought that was never closed.
     """
-    reply = _without_thinking(reply)
+    reply = reply.replace("\r\n", "\n")
+    found = sorted(match.start() for line in (_ERROR_LINE, _SOLUTION_LINE) for match in line.finditer(reply))
+    if not found:
+        raise ParseError(f"no line starts with {SOLUTION_HEADER}")
+    thought = _THOUGHT.search(reply, 0, found[0])
+    ends = [match.end() for match in _THOUGHT_END.finditer(reply, 0, found[-1])]
+    if thought and not (ends and ends[-1] > thought.end()):
+        raise ParseError("the reply is a thought that was never closed")
+    reply = reply[ends[-1] :] if ends else reply
     errors = list(_ERROR_LINE.finditer(reply))
     headers = list(_SOLUTION_LINE.finditer(reply, errors[-1].end() if errors else 0))
     if not headers:
         raise ParseError(f"no line starts with {SOLUTION_HEADER}")
     solution = reply[headers[0 if errors else -1].end() :]
-    fenced = _FENCED.match(solution)
+    fenced = None if student.lstrip().startswith("```") else _FENCED.match(solution)
     return _not_empty((fenced[1] if fenced else solution).rstrip(), True)
-
-
-def _without_thinking(reply: str) -> str:
-    """Drops what a thinking model thought: up to the last closing tag, or all of a thought that was never closed."""
-    answer = reply.rpartition("</think>")[2]
-    return answer.partition("<think>")[0]
 
 
 def _not_empty(solution: str, found: object) -> str:

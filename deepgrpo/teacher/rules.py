@@ -9,24 +9,26 @@ from collections.abc import Callable
 from deepgrpo.data import carry_chain, tables
 from deepgrpo.data.cells import TEXT
 
-Correct = Callable[[str, str, str], str | None]  # (question, student's text, locked prefix) -> its continuation; None: no idea
+# (question with what else the student is told, student's text, locked prefix) -> its continuation; None: no idea
+Correct = Callable[[str, str, str], str | None]
 
 
 def correct_carry_chain(question: str, student: str, locked: str) -> str | None:
     """The one right solution, from where the locked prefix stops."""
     del student  # solutions are unique: what is right of the student's text is a prefix of this
-    return _after(locked, carry_chain.solution(question))
+    found = carry_chain.QUESTION.search(question)
+    return found and _after(locked, carry_chain.solution(found[0]))
 
 
-_SUM = re.compile(r"\s*(\d+(?:\s*\+\s*\d+)+)\s*=\s*\??\s*")
+_SUM = re.compile(r"(\d+(?:\s*\+\s*\d+)+)\s*=\s*\?")
 
 
 def correct_arithmetic(question: str, student: str, locked: str) -> str | None:
     """Sums line by line: "47 + 38 + 25 = ?" -> "47 + 38 = 85\\n85 + 25 = 110\\n#### 110", in the student's spacing."""
-    match = _SUM.fullmatch(question.splitlines()[-1]) if question.strip() else None
-    if match is None:
+    asked = _SUM.findall(question)  # the last one: examples come before it
+    if not asked:
         return None
-    terms = [int(term) for term in match[1].split("+")]
+    terms = [int(term) for term in asked[-1].split("+")]
     written, total, lines, right = (locked + student).splitlines(), terms[0], [], True
     for i, term in enumerate(terms[1:]):
         line, total = f"{total} + {term} = {total + term}", total + term
@@ -64,6 +66,8 @@ def solutions_rule(path: str) -> Correct:
     def correct(question: str, student: str, locked: str) -> str | None:
         del locked  # its steps need not be repeated: the reference's may follow them
         answer = answers.get(question.strip())
+        if answer is None:  # the question stands among instructions
+            answer = answers.get(max((known for known in answers if known in question), key=len, default=""))
         return None if answer is None else _sound_lines(student, answer) + answer
 
     return correct

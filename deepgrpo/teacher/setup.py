@@ -1,6 +1,7 @@
 """Puts the teacher together from the configuration: endpoint (or oracle), client, annotator, worker."""
 
 import contextlib
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +11,16 @@ import ml_collections
 from deepgrpo.curriculum.base import Curriculum
 from deepgrpo.endpoint.cache import ReplyCache
 from deepgrpo.endpoint.client import Client, extra_body
+from deepgrpo.rewards.answer_form import missing_form
 from deepgrpo.rewards.grade import leaks_answer
+from deepgrpo.rewards.rubric import Rubric
 from deepgrpo.teacher import oracle
 from deepgrpo.teacher.annotate import Annotator, Grader
 from deepgrpo.teacher.splice import Codec, Limits
 from deepgrpo.teacher.worker import TeacherWorker
 
 CLIENT_KEYS = (
-    *("api_key_env", "temperatures", "attempts_per_temperature", "timeout", "deadline", "max_tokens", "max_concurrent"),
+    *("api_key_env", "temperatures", "attempts", "timeout", "deadline", "max_tokens", "max_concurrent"),
     *("token_budget", "money_budget", "prompt_price", "completion_price", "breaker_failures", "breaker_seconds"),
 )
 
@@ -63,6 +66,7 @@ def open_teacher(
         grader=grader,
         codec=Codec(tokenizer),
         leaks=leaks_answer,
+        form=functools.partial(missing_form, rubric=Rubric.from_config(config.rewards)),
         limits=Limits(
             min_prefix_match_tokens=teacher.min_prefix_match_tokens,
             min_prefix_match_ratio=teacher.min_prefix_match_ratio,
@@ -74,6 +78,7 @@ def open_teacher(
         stop_ids=stop_ids,
         splice="tokens" if config.strict_reference else teacher.splice,
         place=config.curriculum.cut,
+        prefix_aware=config.curriculum.pool != "suffixes",  # whose failures all start from plain problems
         seed=config.seed,
         deadline=teacher.deadline,
         strict_reference=config.strict_reference,

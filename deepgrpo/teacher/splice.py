@@ -3,20 +3,31 @@
 The prefix is always a literal slice of the *sampled* ids. Two rules find the cut:
 
 - text: the longest common prefix in characters, mapped down to a boundary of the student's tokens. A teacher copies text, and one
-  text has many tokenisations; what the student sampled need not be the canonical one.
+  text has many tokenisations; what the student sampled need not be the canonical one. One text also has many spellings: line
+  ends, no-break spaces, composed letters and byte order marks of both are read alike, and the student's are kept.
 - tokens (the reference): the longest common prefix of the sampled ids and the canonical encoding of the teacher's text.
+
+No prefix ends inside a character, a number, or a mark such as `\\boxed`, `####` or `<answer>`: it would give the rest away.
 """
 
 import dataclasses
 import os.path
-from collections.abc import Collection, Sequence
+import re
+import unicodedata
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from deepgrpo.rewards import marks
 from deepgrpo.types import Ids, as_ids
 
 BROKEN = "\ufffd"  # what bytes that are no UTF-8 decode to
+_SPACES = {"\u00a0": " ", "\u202f": " ", "\u2028": "\n", "\u2029": "\n", "\x85": "\n", "\r": "\n", "\r\n": "\n"}
+_FAR = 100  # characters: most of a command with its arguments that a cut goes back over
+_ARGUMENT = re.compile(r"\\[A-Za-z]+\s?(?:\{[^{}\n]*\}\s?)?\{[^{}\n]*\Z")  # of a LaTeX command, still open
+_INVISIBLE = "\ufeff\u200b\u2060"  # byte order mark, spaces of no width
+_JOINERS = "\u200d\ufe0e\ufe0f"  # of emoji
 
 
 class Codec:
@@ -40,9 +51,9 @@ class Codec:
             np.asarray(ids, dtype=np.int32).tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
-    def words(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without the special tokens among them."""
-        return self.decode([i for i in ids if i not in self.special_ids])
+    def text(self, ids: Ids) -> str:
+        """Text of `ids` up to the first special token: what follows the end of a turn belongs to nobody."""
+        return self.decode(ids[: _first_special(ids, self.special_ids)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,19 +126,97 @@ def append_eos(ids: Sequence[int], mask: Sequence[int], eos: Any) -> tuple[list[
     return [*ids, eos], [*mask, 1], True
 
 
+#### Texts that say the same
+
+
+def same_start(a: str, b: str) -> tuple[int, int]:
+    """How many characters of each text, from its start, say the same as those of the other; none is cut from its accents."""
+    if a.isascii() and b.isascii() and "\r" not in a + b:
+        shared = len(os.path.commonprefix([a, b]))
+        return shared, shared
+    ends = (0, 0)
+    for (left, i), (right, j) in zip(_units(a), _units(b), strict=False):
+        if left != right:
+            break
+        ends = i, j
+    return ends
+
+
+def _units(text: str) -> Iterator[tuple[str, int]]:
+    """Yields the characters of a text as they are compared, each with what belongs to it, and where it ends."""
+    start = 0
+    while start < len(text):
+        end = start + 1
+        while end < len(text) and _joined(text, end):
+            end += 1
+        unit = text[start:end]
+        if unit not in _INVISIBLE:
+            yield _SPACES.get(unit) or unicodedata.normalize("NFC", unit.strip(_INVISIBLE)), end
+        start = end
+
+
+def _joined(text: str, place: int) -> bool:
+    """Whether the characters on both sides of a place are one to the reader."""
+    after = text[place]
+    return (
+        bool(unicodedata.combining(after))
+        or after in _JOINERS
+        or text[place - 1] == "\u200d"
+        or text[place - 1 : place + 1] == "\r\n"
+    )
+
+
+def without_repetition(text: str, given: str, student: str) -> str:
+    """The teacher's text without the start that it repeats: all of what was given before the student's text, or its last lines.
+
+    The latter only where more is then shared with the student's text, which may begin alike by chance.
+    """
+    lines = [i + 1 for i, character in enumerate(given) if character == "\n"]
+    best, shared = text, same_start(student.lstrip(), text.lstrip())[0]
+    for start in reversed([0, *lines]):
+        tail = given[start:].strip()
+        if not tail:
+            continue
+        matched, used = same_start(tail, text.lstrip())
+        rest = text.lstrip()[used:]
+        gain = same_start(student.lstrip(), rest.lstrip())[0]
+        if matched == len(tail) and (gain > shared or (start == 0 and gain == shared)):
+            best, shared = rest, gain
+    return best
+
+
+def whole(text: str, place: int) -> int:
+    """The largest place up to `place` inside no character, number, mark or LaTeX argument of a text; words may be cut."""
+    while 0 < place < len(text):
+        unit = marks.unit_at(text, place)
+        if command := _ARGUMENT.search(text, max(0, place - _FAR), place):
+            place = command.start()
+        elif unit is not None and not unit[1].isalpha():
+            place = unit[0]
+        elif _joined(text, place):
+            place -= 1
+        else:
+            break
+    return place
+
+
 #### The two rules
 
 
-def splice_tokens(student: Ids, teacher: Sequence[int], state_len: int, eos: Any, limits: Limits) -> Splice:
+def splice_tokens(
+    student: Ids, teacher: Sequence[int], state_len: int, eos: Any, limits: Limits, codec: Codec | None = None
+) -> Splice:
     """Cuts where the ids part.
 
     Args:
       student: int32[len], the sampled response. teacher: the teacher's text as encoded. state_len: ids before the response.
-      eos: see `append_eos`.
+      eos: see `append_eos`. codec: to go back to where no number or mark is cut; None: as the reference.
     """
     if not len(teacher):
         return Splice("empty_teacher_tokens")
     match = common_prefix(student, teacher)
+    if codec is not None:
+        match = back_off(codec, student[:match], codec.decode(student), codec.decode(teacher))
     return _checked(student, match, teacher[match:], state_len, eos, limits, match_tokens=match)
 
 
@@ -135,8 +224,8 @@ def splice_text(codec: Codec, student: Ids, text: str, state_len: int, stop_ids:
     """Cuts where the texts part.
 
     A run of leading whitespace may differ: the student's is taken. Nothing is shared past the response's first special token (its
-      stop
-    id is not text) or past bytes that are no UTF-8. The result decodes to the teacher's text, or is rejected.
+    stop id is not text) or past bytes that are no UTF-8. The result decodes to the teacher's text, what is shared spelled as by
+    the student, or is rejected.
 
     Args:
       student: int32[len], the sampled response. text: the teacher's. state_len: ids before the response.
@@ -147,8 +236,11 @@ def splice_text(codec: Codec, student: Ids, text: str, state_len: int, stop_ids:
     text = written[: len(written) - len(written.lstrip())] + text.lstrip()
     if not text.strip():
         return Splice("empty_teacher_tokens")
-    shared = len(os.path.commonprefix([written.partition(BROKEN)[0], text]))
-    match, shared = _boundary(codec, usable, written[:shared])
+    ours, theirs = same_start(written.partition(BROKEN)[0], text)
+    match, shared = _boundary(codec, usable, written[:ours])
+    text = written[:ours] + text[theirs:]
+    match = back_off(codec, usable[:match], written, text)
+    shared = len(codec.decode(usable[:match]))
     suffix = codec.encode(text[shared:]) if shared < len(text) else []
     lengths = {"match_tokens": common_prefix(student, codec.encode(text)), "match_text_tokens": match}
     found = _checked(student, match, suffix, state_len, list(stop_ids), limits, **lengths)
@@ -192,6 +284,19 @@ def _boundary(codec: Codec, ids: Ids, shared: str) -> tuple[int, int]:
             return k, characters
         k -= 1  # ends past `shared`, or inside a character: at most a few tokens to go
     return 0, 0
+
+
+def back_off(codec: Codec, ids: Ids, *texts: str) -> int:
+    """The largest number of leading ids whose text ends inside no character, number or mark of any of the texts, which all begin
+    with the text of `ids`."""
+    k = len(ids)
+    while k:
+        text = codec.decode(ids[:k])
+        place = min(whole(continued, len(text)) for continued in texts)
+        if place == len(text) and BROKEN not in text[-4:]:
+            break
+        k = min(k - 1, _boundary(codec, ids[:k], text[:place])[0])
+    return k
 
 
 def _checked(student: Ids, match: int, suffix: Sequence[int], state_len: int, eos: Any, limits: Limits, **lengths: int) -> Splice:

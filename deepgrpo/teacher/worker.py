@@ -96,7 +96,6 @@ class TeacherWorker:
         self._unanswered: set[Hashable] = set()  # deferred since the last answer
         self._deferrals: collections.Counter[Hashable] = collections.Counter()  # of each failure without an answer so far
         self._held: dict[Hashable, _Held] = {}
-        self._crashes: collections.Counter[str] = collections.Counter()  # by kind
         self._fatal: BaseException | None = None
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -346,7 +345,8 @@ class TeacherWorker:
             log.error("%s", error)
             return Outcome("replay_miss", deferred=True)
         except Exception as error:
-            self._say("annotating a failure", failure, error)
+            then = "it counts as rejected" if self._strict else "it waits for another try"
+            log.exception("annotating a failure of problem %d crashed (%s); %s", failure.problem.index, error, then)
             return Outcome("error", deferred=not self._strict)
 
     def _settle(self, failure: Failure, outcome: Outcome | None) -> None:
@@ -363,7 +363,7 @@ class TeacherWorker:
             self._curriculum.resolve(failure, outcome.correction, self.step)
         except Exception as error:
             self._counts["report_errors"] += 1
-            self._say("reporting a correction", failure, error)
+            log.exception("reporting a correction of problem %d crashed (%s)", failure.problem.index, error)
             if not self._strict:
                 self._hold_back(failure, "report_error")
                 return
@@ -395,17 +395,6 @@ class TeacherWorker:
                 *(len(self._unanswered), reason),
                 "in the next step some" if self._synchronous else f"every {self._outage:g} s one",
             )
-
-    def _say(self, what: str, failure: Failure, error: Exception) -> None:
-        """Logs a crash in full the first time, then how often it has come."""
-        kind = f"{what} crashed: {type(error).__name__}"
-        self._crashes[kind] += 1
-        count = self._crashes[kind]
-        if count == 1:
-            then = "it counts as rejected" if self._strict else "it waits for another try"
-            log.error("%s (problem %d; %s)", kind, failure.problem.index, then, exc_info=error)
-        elif count in (10, 100, 1000, 10000, 100000):
-            log.error("%s, %d times so far; the latest: %s", kind, count, error)
 
 
 COUNTERS = ("total_attempted", "total_succeeded", "deferred", "withdrawn", "cut_short", "report_errors", "restarts")

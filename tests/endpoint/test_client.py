@@ -23,8 +23,7 @@ def test_golden_client_retry(args, result):
     env = args["env"]
     reply = ask(
         scripted,
-        temperatures=args["temperature_schedule"],
-        attempts_per_temperature=args["max_attempts_per_temperature"],
+        temperatures=[t for t in args["temperature_schedule"] for _ in range(args["max_attempts_per_temperature"])],
         deadline=math.inf,
         extra_body=extra_body(env.get("TEACHER_ENABLE_THINKING", ""), env.get("TEACHER_CHAT_TEMPLATE_KWARGS", "")),
         strict_reference=True,

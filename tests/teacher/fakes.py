@@ -26,7 +26,7 @@ class NumberCodec:
     def decode(self, ids) -> str:
         return " ".join(str(int(i)) for i in ids)
 
-    words = decode
+    text = decode
 
 
 class InstantGrader:

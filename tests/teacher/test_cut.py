@@ -35,7 +35,10 @@ def test_places(place):
     source = CUT.body() if place == "solution" else STUDENT
     lengths = {len(cut.prefix_ids) for cut in cuts}
     last = {"own": len(CUT.prefix_ids) - 1, "random": len(STUDENT) - 1, "solution": len(CUT.body()) - 1}[place]
-    assert lengths == set(range(1, last + 1))  # every place comes up, none is empty, none keeps all or the stop id
+    ends = {k: CODEC.decode(source[k - 1 : k + 1]) for k in range(1, last + 1)}
+    inside = {k for k, pair in ends.items() if pair.strip().isdigit() and " " not in pair and len(pair) > 1}
+    assert inside or place != "random"
+    assert lengths == ends.keys() - inside  # every place but those in a number comes up; none is empty or keeps the stop id
     for cut in cuts:
         k = len(cut.prefix_ids)
         np.testing.assert_array_equal(cut.prefix_ids, source[:k])

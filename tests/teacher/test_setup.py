@@ -37,3 +37,4 @@ def test_strict_reference_cuts_on_tokens(tmp_path, monkeypatch, strict, splice, 
             folder=tmp_path / "teacher",
         )
     assert made["splice"] == expected and made["strict_reference"] == strict
+    assert made["prefix_aware"] and "####" in made["form"]("1 + 1?", "GSM8K")

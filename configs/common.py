@@ -144,7 +144,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.judge.attempts = 3  # replies asked for a mark, each at the next temperature, until one can be parsed
     config.judge.timeout = 600.0  # seconds a request
     config.judge.deadline = 1800.0  # seconds a mark, retries and waiting included; past it there is no verdict
-    config.judge.max_tokens = 8192  # reply limit; 0: none is sent (the reference)
+    config.judge.max_tokens = 8192  # reply limit; 0: none is sent (the reference), but 8192 under a budget
     config.judge.max_characters = 100000  # of each text that a judge is shown; longer ones lose their middle; 0: no limit
     config.judge.max_concurrent = 32  # requests in flight
     config.judge.cache = True  # keep every reply in <run>/judge; equal questions are asked once
@@ -229,7 +229,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.teacher.attempts = 2  # replies asked for a failure until one is verified (strict_reference: until one is parsed)
     config.teacher.timeout = 1800.0  # seconds a request
     config.teacher.deadline = 3600.0  # seconds a correction, retries and waiting included
-    config.teacher.max_tokens = 0  # reply limit; 0: none is sent (the reference)
+    config.teacher.max_tokens = 0  # reply limit; 0: none is sent (the reference), but one from max_model_len under a budget
     config.teacher.stop_timeout = 30.0  # seconds that running corrections get at the end; what is left goes back to the pool
     config.teacher.max_concurrent = 32  # corrections in flight
     config.teacher.synchronous = False  # True: each step waits for its failures' corrections (deterministic)

@@ -11,8 +11,6 @@ import os
 import pathlib
 import re
 import traceback
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 
 from ml_collections import config_dict
@@ -23,7 +21,6 @@ from deepgrpo.config.errors import ConfigError, Finding, describe
 from deepgrpo.config.silent_rules import settings_problems
 from deepgrpo.weights import room
 
-ENDPOINT_DEADLINE = 5.0  # seconds for GET /models: a healthy server answers at once
 DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave behind; asking JAX would start its backends
     "/dev/nvidia[0-9]*",
     "/dev/dxg",
@@ -36,16 +33,16 @@ DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave 
 def check_inputs(config: config_dict.ConfigDict, resuming: bool = False) -> list[str]:
     """Runs every check that needs no weights; returns the warnings.
 
-    resuming: the run has a checkpoint. A teacher that is down then only gives a warning: training goes on without it.
+    resuming: the run has a checkpoint. An endpoint that is down then only gives a warning: training goes on without it.
 
     Raises:
       ConfigError: the run cannot start; the message lists everything that stands in the way, each with its remedy.
     """
-    checks = CHECKS + ((teacher_problems,) if resuming else (teacher_problems, forest_problems))
+    checks = CHECKS + ((endpoint_problems,) if resuming else (endpoint_problems, forest_problems))
     findings = []
     for check in checks:
         found = asked(check, config)
-        if resuming and check is teacher_problems:
+        if resuming and check is endpoint_problems:
             found = [finding._replace(fatal=False) for finding in found]
         findings += found
     if fatal := [finding for finding in findings if finding.fatal]:
@@ -158,36 +155,19 @@ def forest_problems(config: config_dict.ConfigDict) -> list[Finding]:
     return []
 
 
-def teacher_problems(config: config_dict.ConfigDict) -> list[Finding]:
-    """Asks the endpoint for its models, and compares them with the one that the configuration names."""
+def endpoint_problems(config: config_dict.ConfigDict) -> list[Finding]:
+    """Teacher and judge are each asked for one token, at the same time and as the run will ask them."""
+    asked = []
     teacher = config.teacher
-    if config.curriculum.pool == "none" or not teacher.enabled or teacher.base_url == ORACLE or teacher.replay:
+    if config.curriculum.pool != "none" and teacher.enabled and teacher.base_url != ORACLE and not teacher.replay:
+        asked.append("teacher")
+    if config.judge.base_url and not config.judge.replay:
+        asked.append("judge")
+    if not asked:
         return []
-    problems = []
-    key = os.environ.get(teacher.api_key_env, "")
-    if not key:
-        remedy = f"export {teacher.api_key_env}=YOUR_KEY   (EMPTY for a server of your own that wants none)"
-        problems.append(Finding(f"teacher: environment variable {teacher.api_key_env} is not set", remedy))
-    url = teacher.base_url.rstrip("/") + "/models"
-    serve = f"start one, for instance: vllm serve {teacher.model} --port 8001 --max-model-len 32768"
-    without = "or train without a teacher: --config.teacher.enabled=false"
-    try:
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
-        with urllib.request.urlopen(request, timeout=ENDPOINT_DEADLINE) as response:
-            served = [model["id"] for model in json.load(response)["data"]]
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403) and not key:
-            return problems  # the missing key explains it
-        remedy = f"check {teacher.api_key_env}" if error.code in (401, 403) else f"check --config.teacher.base_url, {without}"
-        return [*problems, Finding(f"teacher: GET {url} answered {error.code} {error.reason}", remedy)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "reason", error)
-        what = f"teacher: GET {url} gave no list of models within {ENDPOINT_DEADLINE:g} s ({type(error).__name__}: {reason})"
-        return [*problems, Finding(what, f"{serve}, {without}")]
-    if teacher.model not in served:
-        remedy = f"set --config.teacher.model to a served one, or serve it with --served-model-name {teacher.model}"
-        problems.append(Finding(f"teacher: {url} serves {', '.join(served) or 'nothing'}, not {teacher.model}", remedy))
-    return problems
+    from deepgrpo.endpoint.check import problems  # brings the SDK
+
+    return problems(config, asked)
 
 
 def resource_problems(config: config_dict.ConfigDict) -> list[Finding]:

@@ -1,9 +1,6 @@
 """What is missing outside is reported in one message, each with a remedy."""
 
-import contextlib
-import http.server
 import json
-import threading
 
 import pytest
 
@@ -32,26 +29,6 @@ def complete_model(folder) -> None:
 def write_train(folder) -> None:
     row = {"question": "1 + 1?", "answer": "#### 2"}
     (folder / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 128)
-
-
-@contextlib.contextmanager
-def served(status: int, body: str):
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(status if self.path == "/v1/models" else 404)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_everything_missing_is_one_message(config):
@@ -88,25 +65,6 @@ def test_incomplete_model_folder(config, tmp_path):
     (folder / "model-1.safetensors").touch()
     ((what, _, _),) = preflight.model_problems(config)
     assert what.endswith("lacks model-2.safetensors, tokenizer.json")
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "part"),
-    [
-        (200, '{"data": [{"id": "teacher"}]}', ""),
-        (200, '{"data": [{"id": "other"}]}', "serves other, not teacher"),
-        (200, "<html>", "no list of models"),
-        (401, "", "answered 401"),
-        (500, "", "answered 500"),
-    ],
-)
-def test_endpoint(config, monkeypatch, status, body, part):
-    monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
-    config.teacher.model = "teacher"
-    with served(status, body) as url:
-        config.teacher.base_url = url
-        problems = preflight.teacher_problems(config)
-    assert (part in problems[0][0] and problems[0][1]) if part else problems == []
 
 
 def test_a_teacher_that_is_down_does_not_stop_a_resumed_run(config, tmp_path, monkeypatch):

@@ -17,21 +17,26 @@ class CircuitBreaker:
         """`failures` in a row (>= 1) open it; `clock` counts in seconds."""
         if failures < 1 or seconds < 0:
             raise ValueError(f"a breaker needs failures >= 1 and seconds >= 0, got {failures} and {seconds}")
-        self._limit, self._seconds, self._clock = failures, seconds, clock
+        self.failures, self.seconds, self._clock = failures, seconds, clock
         self._in_a_row = 0
         self._opened_at: float | None = None
         self._probing = False
         self.times_opened = 0
 
     @property
+    def down(self) -> bool:
+        """Whether it has opened and no success has closed it since."""
+        return self._opened_at is not None
+
+    @property
     def state(self) -> str:
         if self._opened_at is None:
             return CLOSED
-        return OPEN if self._clock() - self._opened_at < self._seconds else HALF_OPEN
+        return OPEN if self._clock() - self._opened_at < self.seconds else HALF_OPEN
 
     def retry_in(self) -> float:
         """Seconds until a request would be let through (0: now, as far as time decides)."""
-        return 0.0 if self._opened_at is None else max(0.0, self._opened_at + self._seconds - self._clock())
+        return 0.0 if self._opened_at is None else max(0.0, self._opened_at + self.seconds - self._clock())
 
     def ready(self) -> bool:
         """Whether `acquire` would let a request through."""
@@ -49,7 +54,7 @@ class CircuitBreaker:
     def failure(self) -> None:
         """Counts a failure. A failed probe opens the breaker again at once; stragglers of an open one change nothing."""
         self._in_a_row += 1
-        opens = self._probing if self._opened_at is not None else self._in_a_row >= self._limit
+        opens = self._probing if self._opened_at is not None else self._in_a_row >= self.failures
         self._probing = False
         if opens:
             self._opened_at = self._clock()

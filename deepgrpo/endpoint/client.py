@@ -4,6 +4,10 @@ One question is one `ask`: temperatures are tried in turn until a reply can be p
 retried by class (429 waits as told; 5xx, time-outs, transport errors and junk back off; other 4xx fail at once). A circuit
 breaker, a token and money budget, and a cache of replies sit in front of the wire. Nothing queues behind a dead endpoint: the
 caller is told.
+
+A refused, cut or filtered request says nothing about its question unless others fare better: it counts as the question's own
+fault only once another question, sent after it had failed first, was answered. Until then the question is `Unavailable`. Each
+kind of failure is logged once, in the endpoint's words, with the key that helps.
 """
 
 import asyncio
@@ -21,15 +25,18 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deepgrpo.endpoint import breaker as breakers
+from deepgrpo.endpoint import reply as replies
+from deepgrpo.endpoint.budget import Budget, Cost
 from deepgrpo.endpoint.cache import ReplyCache, request_key
-from deepgrpo.endpoint.errors import Refused, TryAgain, Unavailable
+from deepgrpo.endpoint.errors import EndpointError, Refused, TryAgain, Unavailable
+from deepgrpo.endpoint.health import Health
+from deepgrpo.endpoint.reply import Payload
 
 BACKOFF_BASE, BACKOFF_CAP, BACKOFF_JITTER = 0.5, 8.0, 0.2  # seconds
-TRUE, FALSE, UNSET = {"1", "true", "yes", "y", "on"}, {"0", "false", "no", "n", "off"}, {"", "null", "none", "unset"}
 PERCENTILES = (50, 90, 99)
 LATENCIES_KEPT = 1024  # newest replies that the latency percentiles are over
+CHECK = "Reply with the single word: yes"  # the question of the check at the start
 
-Payload = dict[str, Any]  # text, prompt_tokens, completion_tokens, latency: what is kept of a reply
 Transport = Callable[[Mapping[str, Any], float], Awaitable[str]]  # (request, timeout) -> body; raises Unavailable or Refused
 
 
@@ -70,6 +77,7 @@ class Client:
         strict_reference: bool = False,
         seed: int = 0,
         name: str = "teacher",
+        room: int = 0,
         transport: Transport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -83,28 +91,32 @@ class Client:
           cache: replies are looked up in it and kept in it.
           strict_reference: every failure moves on to the next temperature, after a pause that follows the last one too.
           seed: of the back-off's jitter (it changes when something is sent, never what).
-          name: first part of the metric names.
+          name: first part of the metric names, and the section of the configuration.
+          room: tokens that a reply is limited to where there is a budget and `max_tokens` is 0.
           transport, sleep, clock: what reaches the wire and the time; tests bring their own.
         """
         if not temperatures or attempts < 0:
             raise ValueError(f"need a temperature and attempts >= 0, got {tuple(temperatures)} and {attempts}")
         self._base_url, self._model, self._api_key_env = base_url, model, api_key_env
         self._schedule = [temperatures[i % len(temperatures)] for i in range(attempts or len(temperatures))]
-        self._timeout, self._deadline, self._max_tokens = timeout, deadline, max_tokens
+        limited = bool(token_budget or money_budget) and not strict_reference
+        self._timeout, self._deadline, self._max_tokens = timeout, deadline, max_tokens or (room if limited else 0)
         self._max_concurrent, self._retries, self._strict = max_concurrent, 0 if strict_reference else retries, strict_reference
-        self._token_budget, self._money_budget = token_budget, money_budget
-        self._prices = {"prompt_tokens": prompt_price / 1e6, "completion_tokens": completion_price / 1e6}
         self._extra_body = dict(extra_body) if extra_body else None
         self._breaker = breakers.CircuitBreaker(breaker_failures, breaker_seconds, clock)
+        self.health = Health(self._breaker, name, base_url, model, api_key_env)
         self._cache, self._name = cache, name
         self._transport, self._sleep, self._clock = transport, sleep, clock
         self._jitter = random.Random(seed)
         self._lock = threading.Lock()  # counters are read by the training thread
         self._counts: collections.Counter[str] = collections.Counter()
+        self._budget = Budget(self._counts, token_budget, money_budget, prompt_price, completion_price)
         self._latencies: collections.deque[float] = collections.deque(maxlen=LATENCIES_KEPT)
         self._in_flight = 0
+        self._quiet_until = -math.inf  # the endpoint asked for a longer silence than a question may wait
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: asyncio.Semaphore | None = None
+        self._freed: asyncio.Event | None = None  # a request in flight has ended
         self._flights: dict[str, asyncio.Future] = {}  # requests being asked now, by key: an equal one waits for the same reply
 
     #### Asking
@@ -121,16 +133,19 @@ class Client:
         """
         self._bind()
         deadline_at = self._clock() + self._deadline
-        text = ""
+        text, lacks, whole = "", "", False
         for attempt, temperature in enumerate(self._schedule):
             request = self._request(prompt, temperature)
             try:
                 payload = await self._reply(request, attempt, deadline_at)
-            except (Unavailable, Refused):
+            except EndpointError as error:
                 if not self._strict:
-                    raise
+                    raise self.health.say(error) from error.__cause__
             else:
                 text = payload["text"].strip()
+                if lacks := "" if self._strict else payload.get("lacks", ""):
+                    continue
+                whole = True
                 try:
                     parsed = parse(text)
                     parsed = await parsed if inspect.isawaitable(parsed) else parsed
@@ -141,7 +156,59 @@ class Client:
                     self._count("unparsed")
             if self._strict:
                 await self._sleep(self._backoff(attempt + 1))
+        if lacks and not whole:
+            self._blame(prompt, lacks)
         return Reply(None, text, None, None)
+
+    def _blame(self, prompt: str, lacks: str) -> None:
+        """Returns, or raises `Refused` for what a filter holds back, if it is the question's own fault that no reply was whole.
+
+        Raises:
+          Unavailable: as far as is known, all questions may fare alike.
+        """
+        error = self.health.say(Unavailable(lacks, f"{self._base_url}: {WITHOUT_ANSWER[lacks]}", retryable=False))
+        if not self.health.blames(prompt):
+            raise error
+        if lacks == "filtered":
+            raise Refused(lacks, str(error))
+
+    async def check(self, seconds: float) -> EndpointError | None:
+        """Asks for one token at each temperature, as the run will ask; returns why it gets none."""
+        self._bind()
+
+        async def one(temperature: float) -> None:
+            request = self._request(CHECK, temperature)
+            for asked in (request | {"max_tokens": 1}, request):  # where one token is refused, the run's own limit decides
+                body = ""
+                try:
+                    body = await self._transport(asked, seconds)
+                    replies.read(body, asked)
+                    return
+                except Refused as error:
+                    if "token" not in str(error) or asked is request:
+                        raise
+                except EndpointError:
+                    raise
+                except Exception as error:
+                    raise self._junk(error, body) from error
+
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*(one(temperature) for temperature in dict.fromkeys(self._schedule)))
+        except EndpointError as error:
+            return error
+        except TimeoutError:
+            return Unavailable("timeout", f"{self._base_url}: no reply to a request for one token within {seconds:g} s")
+        return None
+
+    async def served(self, seconds: float) -> list[str] | None:
+        """Names of the models that the endpoint lists; None where it gives no list."""
+        self._bind()
+        try:
+            listed = json.loads(await self._transport.models(seconds))
+            return [str(model["id"]) for model in (listed["data"] if isinstance(listed, dict) else listed)]
+        except Exception:
+            return None  # many endpoints have no such route: it is a hint, no condition
 
     async def aclose(self) -> None:
         """Closes the sockets of the running event loop. The client can be used again."""
@@ -154,6 +221,7 @@ class Client:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._slots, self._flights = loop, asyncio.Semaphore(self._max_concurrent), {}
+            self._freed = asyncio.Event()
         if self._transport is None:
             from deepgrpo.endpoint.transport import OpenAITransport  # here: importing the SDK takes half a second
 
@@ -186,8 +254,10 @@ class Client:
             payload = self._cache.find(request, attempt)
             if payload is None:
                 payload = await self._fetch(request, deadline_at)
+                self._charge(payload)
                 self._cache.add(request, attempt, payload)
-            self._charge(payload)
+            else:
+                self._charge(payload)
             return payload
 
     @contextlib.contextmanager
@@ -209,6 +279,8 @@ class Client:
                     raise
                 pause = self._backoff(tries) if error.retry_after is None else error.retry_after
                 if pause >= self._remaining(deadline_at):
+                    if error.retry_after is not None:
+                        self._quiet_until = self._clock() + pause
                     raise self._too_late(f"the next try was due in {pause:.1f} s, after: {error}") from error
             self._count("http_retries")
             await self._sleep(pause)
@@ -222,56 +294,84 @@ class Client:
         except TimeoutError as error:
             raise self._too_late(f"waited for one of {self._max_concurrent} request slots") from error
         try:
-            self._refuse_over_budget()  # here again: others may have spent it while this one waited for its slot
-            if not self._breaker.acquire():
-                self._count("breaker_refusals")
-                raise Unavailable("breaker_open", f"{self._base_url}: circuit breaker is {self._breaker.state}", retryable=False)
-            return await self._measured(request, min(self._timeout, self._remaining(deadline_at)))
+            reserved = await self._reserve(request, deadline_at)
+            try:
+                if not self._breaker.acquire():
+                    self._count("breaker_refusals")
+                    what = f"{self._base_url}: circuit breaker is {self._breaker.state}"
+                    raise Unavailable("breaker_open", what, retryable=False)
+                return await self._measured(request, min(self._timeout, self._remaining(deadline_at)))
+            finally:
+                self._budget.release(reserved)
+                self._freed.set()
         finally:
             self._slots.release()
 
+    async def _reserve(self, request: Mapping[str, Any], deadline_at: float) -> Cost:
+        """Waits until the budget has room for what the request may cost, beside what is in flight."""
+        most = Cost(replies.estimate(replies.prompt_text(request)), request.get("max_tokens", 0))
+        while True:
+            self._refuse_over_budget()  # here again: others may have spent it meanwhile
+            if reserved := self._budget.reserve(most):
+                return reserved
+            self._freed.clear()
+            try:
+                async with asyncio.timeout(self._remaining(deadline_at)):
+                    await self._freed.wait()
+            except TimeoutError as error:
+                raise self._too_late("waited for room in the budget") from error
+
     async def _measured(self, request: Mapping[str, Any], timeout: float) -> Payload:
-        started = self._clock()
+        started, body = self._clock(), ""
         self._in_flight += 1
+        this, verdict, failed = self.health.send(), self._breaker.abandon, None  # cancelled: nothing learned
         self._count("http_requests")
-        verdict = self._breaker.abandon  # cancelled: nothing learned
         try:
-            payload = self._read(await self._transport(request, timeout), request)
+            body = await self._transport(request, timeout)
+            payload = self._read(body, request)
             verdict = self._breaker.success
+            self.health.answered(this, whole="lacks" not in payload)
             return payload | {"latency": round(self._clock() - started, 6)}
-        except Unavailable as error:
+        except EndpointError as error:
+            failed, self.health.answering = error, False
             self._count(f"http_{error.kind}")
-            # "Slow down" is a living endpoint's word.
-            verdict = self._breaker.abandon if error.kind == "rate_limit" else self._breaker.failure
-            raise
-        except Refused:
-            self._count("http_refused")
-            verdict = self._breaker.success
+            if body or error.kind in ("timeout", "junk"):  # the endpoint has worked, and may want to be paid
+                prompt = replies.estimate(replies.prompt_text(request))
+                self._budget.charge(Cost(prompt, replies.estimate(body) if body else 0), of_use=False)
+            if error.kind == "rate_limit":
+                raise  # "slow down" is a living endpoint's word
+            if isinstance(error, Refused) and self.health.blames(request["messages"][-1]["content"]):
+                verdict = self._breaker.success
+                raise
+            verdict = self._breaker.failure
+            if isinstance(error, Refused):
+                raise Unavailable(error.kind, str(error), retryable=False) from error
             raise
         finally:
             self._in_flight -= 1
-            verdict()
+            self.health.settle(verdict, failed)
 
     def _read(self, body: str, request: Mapping[str, Any]) -> Payload:
-        """Returns what is kept of a response body. Without usage, tokens are estimated, so that a budget still ends.
+        """Returns what is kept of a response body.
 
         Raises:
-          Unavailable: kind "junk", the body is not a chat completion (truncated, an error page, another schema).
+          EndpointError: the body reports one; kind "junk": it cannot be read, for whatever reason.
         """
         try:
-            response = json.loads(body)
-            text = response["choices"][0]["message"]["content"] or ""
-            if not isinstance(text, str):
-                raise TypeError(f"content is a {type(text).__name__}")
-            if usage := response.get("usage"):
-                tokens = {kind: int(usage[kind]) for kind in ("prompt_tokens", "completion_tokens")}
-            else:
-                self._count("http_no_usage")
-                tokens = {"prompt_tokens": _estimate(json.dumps(request["messages"])), "completion_tokens": _estimate(text)}
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            detail = f"{self._base_url}: not a chat completion ({type(error).__name__}: {error}): {body[:200]!r}"
-            raise Unavailable("junk", detail) from error
-        return {"text": text} | tokens
+            payload, odd = replies.read(body, request)
+        except EndpointError:
+            raise
+        except Exception as error:
+            raise self._junk(error, body) from error
+        for what in odd:
+            self._count(what)
+            if what in ODD:
+                self.health.say_once(what, f"{self._base_url}: {ODD[what]}")
+        return payload
+
+    def _junk(self, error: Exception, body: str) -> Unavailable:
+        what = f"not a chat completion ({type(error).__name__}: {str(error)[:200]}): {body[:200]!r}"
+        return Unavailable("junk", f"{self._base_url}: {what}")
 
     def _backoff(self, k: int) -> float:
         """Seconds before the next try, after the k-th failure (k >= 1): min(cap, base * 2^(k-1)) + U(0, jitter)."""
@@ -292,30 +392,14 @@ class Client:
     #### Cost
 
     def _refuse_over_budget(self) -> None:
-        if self._over_budget():
+        if self._budget.spent():
             self._count("budget_refusals")
-            raise Unavailable("budget_exhausted", f"{self._name}: {self._spent()}; nothing more is asked", retryable=False)
-
-    def _over_budget(self) -> bool:
-        tokens = self._counts["prompt_tokens"] + self._counts["completion_tokens"]
-        return bool(
-            (self._token_budget and tokens >= self._token_budget) or (self._money_budget and self._money() >= self._money_budget)
-        )
-
-    def _money(self) -> float:
-        return sum(self._counts[kind] * price for kind, price in self._prices.items())
-
-    def _spent(self) -> str:
-        tokens = self._counts["prompt_tokens"] + self._counts["completion_tokens"]
-        return (
-            f"spent {tokens} of {self._token_budget or 'any'} tokens, money {self._money():.4f} of {self._money_budget or 'any'}"
-        )
+            raise Unavailable("budget_exhausted", f"{self._budget}; nothing more is asked", retryable=False)
 
     def _charge(self, payload: Payload) -> None:
         with self._lock:
             self._counts["replies"] += 1
-            for kind in ("prompt_tokens", "completion_tokens"):
-                self._counts[kind] += payload[kind]
+            self._budget.charge(Cost(payload["prompt_tokens"], payload["completion_tokens"]))
             self._latencies.append(payload["latency"])
 
     def _count(self, what: str) -> None:
@@ -326,13 +410,13 @@ class Client:
 
     def capacity(self) -> int:
         """Questions that may be asked now: none while the breaker is open or the budget spent, one to probe a half-open one."""
-        if not self._breaker.ready() or self._over_budget():
+        if not self._breaker.ready() or self._budget.spent() or self._clock() < self._quiet_until:
             return 0
         return self._max_concurrent if self._breaker.state == breakers.CLOSED else 1
 
     def retry_in(self) -> float:
         """Seconds until `capacity` may rise from 0; inf once the budget is spent."""
-        return math.inf if self._over_budget() else self._breaker.retry_in()
+        return math.inf if self._budget.spent() else max(self._breaker.retry_in(), self._quiet_until - self._clock())
 
     def metrics(self) -> dict[str, float]:
         """Cumulative counters and the present state. `http_*` count what went over the wire in fact; the others do not depend on
@@ -340,8 +424,8 @@ class Client:
         with self._lock:
             counts, latencies = dict(self._counts), sorted(self._latencies)
         metrics = {name: float(counts.get(name, 0)) for name in COUNTERS}
-        metrics |= {"money": self._money(), "tokens": metrics["prompt_tokens"] + metrics["completion_tokens"]}
-        metrics |= {"in_flight": float(self._in_flight), "available": float(self.capacity() > 0)}
+        metrics |= {"money": self._budget.money(), "tokens": metrics["prompt_tokens"] + metrics["completion_tokens"]}
+        metrics |= {"in_flight": float(self._in_flight), "available": float(self.health.answering and self.capacity() > 0)}
         metrics |= {"breaker_state": breakers.LEVELS[self._breaker.state], "breaker_opened": float(self._breaker.times_opened)}
         for percent in PERCENTILES if latencies else ():
             metrics[f"latency_p{percent}"] = latencies[math.ceil(percent / 100 * len(latencies)) - 1]
@@ -354,11 +438,21 @@ class Client:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         with self._lock:
-            self._counts = collections.Counter(state["counts"])
+            self._counts.clear()
+            self._counts.update(state["counts"])
             if self._cache is not None and state["cache"] is not None:
                 self._cache.restore(state["cache"])
 
 
+WITHOUT_ANSWER = {
+    "cut": "a reply ended at a limit of tokens before its end",
+    "filtered": "a filter, or the model, refused to answer",
+    "empty": "a reply without content",
+}
+ODD = {
+    "http_no_usage": "the numbers of tokens in `usage` are absent or impossible; they are estimated from the texts",
+    "http_many_choices": "several choices came for one question; the first is read",
+}
 COUNTERS = (
     *(
         "replies",
@@ -372,33 +466,6 @@ COUNTERS = (
         "deadlines",
     ),
     *("http_requests", "http_retries", "http_rate_limit", "http_server", "http_timeout", "http_transport", "http_junk"),
-    *("http_access", "http_refused", "http_no_usage"),
+    *("http_access", "http_refused", "http_no_usage", "http_many_choices", "http_cut", "http_filtered", "http_empty"),
+    *("http_lost_prompt_tokens", "http_lost_completion_tokens"),
 )
-
-
-def _estimate(text: str) -> int:
-    """Tokens of a text, roughly and rather too many: one for three bytes."""
-    return len(text.encode("utf-8", "replace")) // 3 + 1
-
-
-def extra_body(enable_thinking: str, chat_template_kwargs: str = "") -> dict[str, Any] | None:
-    """The `extra_body` that switches a served model's thinking.
-
-    Args:
-      enable_thinking: true | false (and their usual synonyms, any case) or unset ("", null, none).
-      chat_template_kwargs: JSON object sent instead, if set.
-
-    Raises:
-      ValueError: neither a boolean nor unset, or not a JSON object.
-    """
-    if chat_template_kwargs.strip().lower() not in UNSET:
-        kwargs = json.loads(chat_template_kwargs)
-        if not isinstance(kwargs, dict):
-            raise ValueError(f"chat_template_kwargs must be a JSON object, got {chat_template_kwargs!r}")
-        return {"chat_template_kwargs": kwargs}
-    word = enable_thinking.strip().lower()
-    if word in UNSET:
-        return None
-    if word not in TRUE | FALSE:
-        raise ValueError(f"enable_thinking must be true, false or unset, got {enable_thinking!r}")
-    return {"chat_template_kwargs": {"enable_thinking": word in TRUE}}

@@ -17,14 +17,10 @@ from typing import Any
 import ml_collections
 
 from deepgrpo.endpoint.cache import ReplyCache
-from deepgrpo.endpoint.client import Client, extra_body
+from deepgrpo.endpoint.client import Client
 from deepgrpo.endpoint.errors import EndpointError
+from deepgrpo.endpoint.setup import open_client
 from deepgrpo.rewards.judge_prompts import render
-
-CLIENT_KEYS = (
-    *("api_key_env", "temperatures", "attempts", "timeout", "deadline", "max_tokens", "max_concurrent"),
-    *("token_budget", "money_budget", "prompt_price", "completion_price", "breaker_failures", "breaker_seconds"),
-)
 
 REPORT_QUALITY = ("task_fulfillment", "richness", "soundness", "visualization", "readability")
 REPORT_SOUNDNESS = {  # weights
@@ -221,13 +217,5 @@ def open_judge(config: ml_collections.ConfigDict, stack: contextlib.ExitStack, f
             "and its model with --config.judge.model, or leave the data sources that need one out"
         )
     cache = stack.enter_context(contextlib.closing(ReplyCache(folder, judge.replay))) if judge.cache or judge.replay else None
-    client = Client(
-        base_url=judge.base_url,
-        model=judge.model,
-        extra_body=extra_body(judge.enable_thinking),
-        cache=cache,
-        seed=config.seed,
-        name="judge",
-        **{key: judge[key] for key in CLIENT_KEYS},
-    )
+    client = open_client(config, "judge", cache)
     return Judge(client, judge.max_characters)

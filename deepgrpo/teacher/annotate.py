@@ -125,7 +125,10 @@ class Annotator:
             nonlocal outcome, replies
             replies += 1
             solution = prompts.parse_solution_strict(reply) if self._strict else prompts.parse_solution(reply, student)
-            outcome = await self._judged(failure, solution)
+            try:
+                outcome = await self._judged(failure, solution)
+            except ValueError as error:  # an error of ours is no word about the reply
+                raise RuntimeError(f"a correction could not be judged: {error}") from error
             if outcome.correction is None and not outcome.deferred and not self._strict:
                 raise TryAgain(outcome.reason)
             return outcome

@@ -10,7 +10,7 @@ import ml_collections
 
 from deepgrpo.curriculum.base import Curriculum
 from deepgrpo.endpoint.cache import ReplyCache
-from deepgrpo.endpoint.client import Client, extra_body
+from deepgrpo.endpoint.setup import open_client
 from deepgrpo.rewards.answer_form import missing_form
 from deepgrpo.rewards.grade import leaks_answer
 from deepgrpo.rewards.rubric import Rubric
@@ -18,11 +18,6 @@ from deepgrpo.teacher import oracle
 from deepgrpo.teacher.annotate import Annotator, Grader
 from deepgrpo.teacher.splice import Codec, Limits
 from deepgrpo.teacher.worker import TeacherWorker
-
-CLIENT_KEYS = (
-    *("api_key_env", "temperatures", "attempts", "timeout", "deadline", "max_tokens", "max_concurrent"),
-    *("token_budget", "money_budget", "prompt_price", "completion_price", "breaker_failures", "breaker_seconds"),
-)
 
 
 def open_teacher(
@@ -41,8 +36,8 @@ def open_teacher(
       config: the whole configuration. tokenizer: an instance that nothing else uses. folder: of the replies' cache.
     """
     teacher = config.teacher
-    base_url, model = teacher.base_url, teacher.model
-    if base_url == "oracle":  # also when replaying, where nobody asks it: a request's key must stay the same
+    base_url = model = ""
+    if teacher.base_url == "oracle":  # also when replaying, where nobody asks it: a request's key must stay the same
         served = stack.enter_context(
             oracle.Oracle(
                 teacher.oracle, solutions=teacher.oracle_solutions, error_rate=teacher.oracle_error_rate, seed=config.seed
@@ -52,15 +47,7 @@ def open_teacher(
     cache = (
         stack.enter_context(contextlib.closing(ReplyCache(folder, teacher.replay))) if teacher.cache or teacher.replay else None
     )
-    client = Client(
-        base_url=base_url,
-        model=model,
-        extra_body=extra_body(teacher.enable_thinking),
-        cache=cache,
-        strict_reference=config.strict_reference,
-        seed=config.seed,
-        **{key: teacher[key] for key in CLIENT_KEYS},
-    )
+    client = open_client(config, "teacher", cache, base_url, model)
     annotator = Annotator(
         client=client,
         grader=grader,

@@ -11,6 +11,8 @@ import re
 import sys
 import threading
 
+from deepgrpo.config.secrets import redact
+
 VARIANTS = 20  # different texts of one line of code, a step
 
 
@@ -55,6 +57,13 @@ class OncePerStep(logging.Filter):
         return repeated
 
 
+class Redacted(logging.Formatter):
+    """Formats a record, traceback included, without the keys of this machine."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
 _repeats = OncePerStep()
 
 
@@ -65,9 +74,9 @@ def open_log(run_folder: str | pathlib.Path) -> logging.Handler:
     folder = pathlib.Path(run_folder)
     folder.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(Redacted("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal = logging.StreamHandler(sys.stdout)
-    terminal.setFormatter(logging.Formatter("%(message)s"))
+    terminal.setFormatter(Redacted("%(message)s"))
     for one in (handler, terminal):
         one.addFilter(_repeats)
     logger = logging.getLogger("deepgrpo")

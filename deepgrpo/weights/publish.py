@@ -27,6 +27,7 @@ from deepgrpo.weights.snapshot import Snapshots
 # Mean |log-prob difference| of two programs with the same weights. Measured, vLLM against this learner on a CPU: float32 1e-6,
 # bfloat16 0.01 to 0.03; an accelerator may multiply float32 in lower precision.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
+PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a load is tried again; what failed, a cache reset or a busy server, needs time
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class Publisher:
         fleet, start, seconds = self.fleet, time.perf_counter(), {"blocked": blocked}
         waiting, errors = fleet.replicas, {}
         for attempt in range(self.attempts):
+            time.sleep(min(PAUSE * 2.0**attempt, LONGEST_PAUSE) if attempt else 0.0)
             weights = self._weights(version, self._write(policy, version, attempt, seconds), logps())
             errors = fleet.on_all(functools.partial(self._load, weights), waiting)
             waiting = list(errors)

@@ -91,4 +91,4 @@ def test_a_failed_leader_lets_its_followers_ask(tmp_path):
         return await asyncio.gather(*(client.ask("q", ok) for _ in range(3)), return_exceptions=True)
 
     results = asyncio.run(main())
-    assert isinstance(results[0], Refused) and [r.parsed for r in results[1:]] == ["OK", "OK"] and len(live.requests) == 2
+    assert results[0].kind == "refused" and [r.parsed for r in results[1:]] == ["OK", "OK"] and len(live.requests) == 2

@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from deepgrpo.endpoint.client import BACKOFF_JITTER, extra_body
+from deepgrpo.endpoint.client import BACKOFF_JITTER
 from deepgrpo.endpoint.errors import Refused, Unavailable
+from deepgrpo.endpoint.setup import extra_body
 from tests.endpoint.scripted import Scripted, completion, ok, run
 from tests.teacher.scenarios import teacher_cases
 
@@ -60,7 +61,7 @@ def test_failures_are_retried_by_class():
     assert {r["temperature"] for r in scripted.requests} == {0.3}, "an endpoint's failure does not use up a temperature"
 
     scripted = Scripted([Refused("refused", "too long")])
-    with pytest.raises(Refused):
+    with pytest.raises(Unavailable, match="too long"):
         ask(scripted)
     assert (len(scripted.requests), scripted.pauses) == (1, [])
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from deepgrpo.endpoint.client import Client
-from deepgrpo.endpoint.errors import Refused, Unavailable
-from deepgrpo.endpoint.transport import retry_after
+from deepgrpo.endpoint.errors import Unavailable
+from deepgrpo.endpoint.transport import LONGEST_WAIT, retry_after
 from deepgrpo.teacher.oracle import Oracle
 from deepgrpo.teacher.prompts import parse_solution, prefix_aware_prompt
 from tests.endpoint.scripted import run
@@ -82,8 +82,8 @@ def test_permanent_failures_are_not_retried():
         client = client_of(oracle)
         [refused] = run(lambda: ask(client))
         [denied] = run(lambda: ask(client))
-        assert isinstance(refused, Refused) and "scripted 400" in str(refused)
-        assert isinstance(denied, Unavailable) and denied.kind == "access" and "API key" in str(denied)
+        assert isinstance(refused, Unavailable) and refused.kind == "refused" and "scripted 400" in str(refused)
+        assert isinstance(denied, Unavailable) and denied.kind == "access" and "scripted 401" in str(denied)
         assert oracle.requests == 2
 
 
@@ -103,4 +103,6 @@ def test_retry_after():
     assert retry_after({"retry-after": "3"}) == 3.0 and retry_after({"retry-after-ms": "250"}) == 0.25
     assert retry_after({"retry-after": "Thu, 01 Jan 1970 00:01:40 GMT"}, now=40.0) == 60.0
     assert retry_after({"retry-after": "soon"}) is retry_after({}) is None
-    assert retry_after({"retry-after": "-5"}) == 0.0
+    assert retry_after({"retry-after": "-5"}) == 0.0 and retry_after({"retry-after": "nan"}) is None
+    for absurd in ("1e300", "inf", "Fri, 31 Dec 9999 23:59:59 GMT"):
+        assert retry_after({"retry-after": absurd}) == LONGEST_WAIT

@@ -127,7 +127,7 @@ def test_a_refused_cut_is_tried_again_at_the_next_temperature(attempts, reason, 
 def test_attempts_stay_within_the_budget_and_a_missing_verdict_uses_none_up():
     wrong = InstantGrader(Grade(0.0, True, "wrong"))
     scripted = Scripted([completion("[CORRECT_SOLUTION]\n1 + 1 = 2")])
-    outcome = annotate(made(scripted.client(attempts=9, token_budget=30), wrong), written("1 + 1 = 3"))
+    outcome = annotate(made(scripted.client(attempts=9, token_budget=1000), wrong), written("1 + 1 = 3"))
     assert len(scripted.requests) == 2 and (outcome.reason, outcome.deferred) == ("budget_exhausted", True)
     scripted = Scripted([completion("[CORRECT_SOLUTION]\n1 + 1 = 2")])
     outcome = annotate(made(scripted.client(attempts=9), InstantGrader(Grade(None, False, "crash"))), written("1 + 1 = 3"))

@@ -108,7 +108,7 @@ def test_no_verdict_is_neither_accepted_nor_wrong():
 def test_endpoint_failures_defer_and_refusals_reject():
     for error, reason, deferred in (
         (Unavailable("access", "401", retryable=False), "access", True),
-        (Refused("refused", "too long"), "request_refused", False),
+        (Refused("refused", "too long"), "refused", True),  # as long as no other question was answered
     ):
         outcome = annotate(made(Scripted([error]).client(), InstantGrader(RIGHT)), written("x"))
         assert (outcome.reason, outcome.deferred) == (reason, deferred)

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from deepgrpo.data.cells import DataError, Schema, check, refuse
+from deepgrpo.data.cells import DataError, Schema, check, problem, refuse
 
 Row = dict[str, Any]
 
@@ -87,6 +87,20 @@ def _files_of_folder(path: pathlib.Path) -> list[pathlib.Path]:
         expected = f"no data set in {path}: expected state.json (save_to_disk) or *.parquet"
         raise DataError(f"data: {expected}, found {', '.join(names[:20]) or 'nothing'}", "name a file in it, or another folder")
     return [path / name for name in shards]
+
+
+def document(path: pathlib.Path, schema: Mapping[str, Schema]) -> Row:
+    """One JSON object, such as a result or its settings.
+
+    Raises:
+      DataError: it cannot be read, or is not what the schema says.
+    """
+    _refuse_other_content(path)
+    found, defect = _parsed(_decode(path))
+    if defect or not isinstance(found, dict):
+        raise DataError(f"data: {path} {f'is not JSON ({defect})' if defect else _no_object(found)}", AGAIN)
+    refuse(path, [text for name, part in schema.items() if (text := problem(found.get(name), part, name))], AGAIN)
+    return found
 
 
 def listed(path: pathlib.Path, key: str) -> list[Any]:

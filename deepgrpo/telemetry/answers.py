@@ -7,15 +7,20 @@
 A line holds all that a grader needs, so a later grader can mark the answers again (`evaluate --regrade`).
 """
 
+import contextlib
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepgrpo.data.tables import document
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.telemetry import dumps
 from deepgrpo.types import Group
+
+log = logging.getLogger(__name__)
 
 SETTINGS, ANSWERS, RESULT = "settings.json", "answers.jsonl", "result.json"
 
@@ -52,8 +57,8 @@ class AnswerLog:
     def _recover(self) -> None:
         """Takes up complete chunks; what a killed process left half written is dropped."""
         for entry in read_lines(self.path):
-            self.chunks.setdefault(entry["chunk"], []).append(entry)
-        self.chunks = {name: entries for name, entries in self.chunks.items() if len(entries) == entries[0]["chunk_size"]}
+            self.chunks.setdefault(entry.get("chunk"), []).append(entry)
+        self.chunks = {name: entries for name, entries in self.chunks.items() if len(entries) == entries[0].get("chunk_size")}
         dumps.write(self.path, [entry for entries in self.chunks.values() for entry in entries])
 
     def append(self, chunk: str, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -83,19 +88,19 @@ def read_settings(folder: pathlib.Path) -> dict[str, Any]:
     path = folder / SETTINGS
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: expected the folder of an evaluation (--out)")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return document(path, {"protocol": {"sets": {}}})
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines up to the first that is torn."""
+    """The lines that can be read; how many cannot is logged. A chunk that lacks one is answered again."""
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
     entries: list[dict[str, Any]] = []
-    if path.is_file():
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    entries.append(json.loads(line))
-                except ValueError:
-                    break
+    for line in filter(None, lines):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(entry := json.loads(line.decode()), dict):
+                entries.append(entry)
+    if torn := len(list(filter(None, lines))) - len(entries):
+        log.warning("%s: %d lines cannot be read", path, torn)
     return entries
 
 

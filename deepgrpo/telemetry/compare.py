@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from deepgrpo.data.cells import LINE, TEXT, Kind, Maybe, finite, problem, refuse
+from deepgrpo.data.tables import document
 from deepgrpo.telemetry import evaluation_tables as tables
 from deepgrpo.telemetry.answers import RESULT
 from deepgrpo.telemetry.evaluation import BLOCK, DRAWS, generator, interval
@@ -34,6 +36,12 @@ PROTOCOL = (
 )
 TOLD = ("engine", "dtype", "stop_ids", "threshold")
 SIGNIFICANCE, POWER = 0.05, 0.8
+FEW = 5  # seeds an arm below which their spread is hardly known
+
+
+GIVEN = Kind("given", lambda value: value is not None)
+PARTS = {"items": {}, "scores": {}, "selection": {"label": Maybe(LINE)}}
+ITEM = {"id": TEXT, "rewards": [Maybe(Kind("a finite number", finite))]}
 
 
 class NotComparable(ValueError):
@@ -48,6 +56,30 @@ def sign_test(wins: int, losses: int) -> float:
     n, few = wins + losses, min(wins, losses)
     tail = sum(math.comb(n, i) for i in range(few + 1))
     return min(1.0, tail / 2 ** (n - 1)) if n else 1.0
+
+
+def permutation_test(one: Sequence[np.ndarray], other: Sequence[np.ndarray], seed: int) -> float:
+    """Two-sided p-value of the difference of the unweighted means over sets.
+
+    It says in how many exchanges of the arms, problem by problem, the difference is as large; the spread of seeds does not count.
+
+    Where every problem that differs moves the mean as far as any other, as with one right-or-wrong answer to each problem of one
+    set, this is the sign test.
+
+    Args:
+      one, other: float64[seeds, problems] of each set.
+    """
+    moved = [(b.mean(axis=0) - a.mean(axis=0)) / a.shape[1] / len(one) for a, b in zip(one, other, strict=True)]
+    gaps = np.concatenate(moved)
+    gaps = gaps[np.abs(gaps) > 1e-12]  # ties move nothing, however they are exchanged
+    if not len(gaps) or np.ptp(np.abs(gaps)) < 1e-12:
+        return sign_test(int((gaps > 0).sum()), int((gaps < 0).sum()))
+    from scipy import stats  # half a second to import
+
+    keys = dict(permutation_type="samples", n_resamples=DRAWS, batch=BLOCK, rng=generator(seed, "permutation"))
+    return float(
+        stats.permutation_test((gaps,), np.sum, vectorized=True, **keys).pvalue
+    )  # of one sample: its signs are exchanged
 
 
 def seeds_needed(difference: float, variances: tuple[float, float], significance: float = SIGNIFICANCE, power: float = POWER):
@@ -117,6 +149,14 @@ def repeated(arm: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | No
     return None
 
 
+def few_seeds(seeds: int) -> list[str]:
+    """What so many training seeds an arm leave open."""
+    if seeds == 1:
+        return ["one seed an arm: interval and p are about these models, not about the methods that made them"]
+    few = f"{seeds} seeds an arm: so few understate how far seeds spread; the interval is too narrow, and p is about these runs"
+    return [few] * (seeds < FEW)
+
+
 def shown(key: str, value: Any) -> str:
     if key == "sets":
         return ", ".join(f"{name} ({entry['problems']} problems, {entry['digest']})" for name, entry in value.items())
@@ -142,8 +182,8 @@ def compare(
 
     Returns:
       {"sets": {set: row}, "mean": row (with several sets), "notes": lines}. A row has difference, low, high, wins, losses, ties
-      (of problems, by their mean over answers and seeds), p_sign, problems, one, other (the arms' scores) and, where both arms
-      have several seeds, seed_error, seeds_needed and more_seeds.
+      (of problems, by their mean over answers and seeds), p (`permutation_test`), problems, one,
+      other (the arms' scores) and, where both arms have several seeds, seed_error, seeds_needed and more_seeds.
 
     Raises:
       NotComparable: other protocols and not `force`; a result counted twice; no problem in common.
@@ -165,6 +205,7 @@ def compare(
             tables[name] = tuple(np.array([[result[name][item] for item in shared] for result in arm]) for arm in scores)
     if not tables:
         raise NotComparable("the results have no problem in common")
+    notes += few_seeds(min(len(one), len(other)))
     rows = {name: row([a], [b], seed) for name, (a, b) in tables.items()}
     found = {"sets": rows, "notes": notes}
     if len(tables) > 1:
@@ -189,7 +230,7 @@ def row(one: Sequence[np.ndarray], other: Sequence[np.ndarray], seed: int) -> di
         "wins": wins,
         "losses": losses,
         "ties": len(gaps) - wins - losses,
-        "p_sign": sign_test(wins, losses),
+        "p": permutation_test(one, other, seed),
     }
     if min(map(len, by_seed)) > 1:
         variances = tuple(float(np.var(scores, ddof=1)) for scores in by_seed)
@@ -207,14 +248,24 @@ def read_arm(text: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Results and their names from FOLDER_OR_FILE[,FOLDER_OR_FILE ...].
 
     Raises:
-      FileNotFoundError: no result there.
+      FileNotFoundError, DataError: no result there, or none that can be read.
     """
     paths = [pathlib.Path(name) for name in text.split(",") if name]
     paths = [path / RESULT if path.is_dir() else path for path in paths]
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist: expected the result of a finished evaluation, or its folder")
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths], [str(path) for path in paths]
+    return [read_result(path) for path in paths], [str(path) for path in paths]
+
+
+def read_result(path: pathlib.Path) -> dict[str, Any]:
+    """A result with all that a comparison looks at; its rewards are numbers or null."""
+    found = document(
+        path, {"protocol": dict.fromkeys((*PROTOCOL, *TOLD), GIVEN), "seed": GIVEN, "model": {"weights": GIVEN}, **PARTS}
+    )
+    sets = {name: problem(items, [ITEM], f"items.{name}") for name, items in found["items"].items()}
+    refuse(path, [text for text in sets.values() if text], "evaluate again, or --regrade its folder")
+    return found
 
 
 def main(argv: Sequence[str]) -> int:

@@ -76,7 +76,7 @@ def of_comparison(found: Mapping[str, Any], one: str, other: str) -> Printed:
         "wins",
         "losses",
         "ties",
-        "p (sign)",
+        "p",
         "more seeds",
     ):
         table.add_column(column, justify="right")
@@ -90,7 +90,7 @@ def of_comparison(found: Mapping[str, Any], one: str, other: str) -> Printed:
             f"{100 * row['difference']:+.1f}",
             f"{100 * row['low']:+.1f} to {100 * row['high']:+.1f}",
             *(str(row[key]) for key in ("wins", "losses", "ties")),
-            f"{row['p_sign']:.2g}",
+            f"{row['p']:.2g}",
             "-" if more is None else str(more),
         )
     seeds = "more seeds: each arm's further training seeds to find this difference with power 80 % at the 5 % level"

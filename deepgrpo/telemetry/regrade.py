@@ -132,6 +132,9 @@ def regrade(folder: pathlib.Path, grader: str = "", workers: int = 2, deadline: 
     protocol["grader"] = grader_version()
     protocol["rubric"]["grader"] = grader or protocol["rubric"]["grader"]
     before = answers_lib.read_lines(folder / answers_lib.ANSWERS)
+    if len(before) != (answered := sum(entry["problems"] for entry in protocol["sets"].values())):
+        what = f"{folder / answers_lib.ANSWERS} holds {len(before)} of {answered} problems: lines are lost or torn"
+        raise NotOffline(f"{what}; start the evaluation again, which answers what is missing")
     entries, changed = mark_again(before, protocol, workers, deadline)
     result = result_of(settings, entries, workers, deadline)
     path = folder / f"regraded-{protocol['rubric']['grader']}-{protocol['grader'].split()[0]}.json"

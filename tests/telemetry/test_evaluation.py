@@ -1,4 +1,4 @@
-"""Estimators and paired comparison against enumeration, closed forms and simulation."""
+"""Estimators against enumeration, closed forms and simulation."""
 
 import itertools
 import json
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from deepgrpo.telemetry import compare, evaluation
+from deepgrpo.telemetry import evaluation
 
 RNG = np.random.default_rng(3)
 
@@ -106,87 +106,3 @@ def test_sets_count_alike():
     mean = evaluation.summarize(sets, {}, 1, 0.0, 0)["mean"]["scores"]["avg@1"]
     assert mean["mean"] == pytest.approx((1.0 + 0.25) / 2)
     assert mean["error"] == pytest.approx(math.sqrt(0.25 * 0.75 / 399) / 2)
-
-
-#### Comparison
-
-
-def result(rewards: dict[str, list], seed=0, weights="w", **changes):
-    protocol = dict.fromkeys((*compare.PROTOCOL, *compare.TOLD), 1) | {
-        "sets": {name: {"problems": len(rows), "digest": name} for name, rows in rewards.items()},
-        "temperature": 1.0,
-    }
-    items = {name: [{"id": str(i), "rewards": row} for i, row in enumerate(rows)] for name, rows in rewards.items()}
-    return {
-        "protocol": protocol | changes, "seed": seed, "model": {"weights": weights}, "items": items,
-        "selection": {"label": ""}, "scores": {name: {"incomplete": False} for name in rewards},
-    }  # fmt: skip
-
-
-def against(one, other, **options):
-    names = ([f"a{i}" for i in range(len(one))], [f"b{i}" for i in range(len(other))])
-    return compare.compare(one, other, names, **options)
-
-
-def test_sign_test_is_mcnemars_exact_one():
-    for wins, losses in itertools.product(range(6), range(6)):
-        n = wins + losses
-        outcomes = [sum(bits) for bits in itertools.product((0, 1), repeat=n)]
-        extreme = np.mean([abs(k - n / 2) >= abs(wins - n / 2) for k in outcomes])
-        assert compare.sign_test(wins, losses) == pytest.approx(extreme, abs=1e-12)
-
-
-def test_seeds_needed_has_the_power_that_it_promises():
-    # (1.959964 + 0.841621)^2 * 2 / 0.5^2 = 62.79
-    assert compare.seeds_needed(0.5, (1.0, 1.0)) == 63 and compare.seeds_needed(-0.5, (1.0, 1.0)) == 63
-    assert compare.seeds_needed(0.0, (1.0, 1.0)) is None and compare.seeds_needed(1.0, (0.0, 0.0)) == 1
-    S, rng = compare.seeds_needed(0.4, (1.0, 0.5)), np.random.default_rng(5)
-    gaps = rng.normal(0.4, math.sqrt(0.5), (4000, S)).mean(axis=1) - rng.normal(0.0, 1.0, (4000, S)).mean(axis=1)
-    assert np.mean(np.abs(gaps) / math.sqrt(1.5 / S) > 1.959964) == pytest.approx(0.8, abs=0.02)
-
-
-def test_wins_losses_ties_and_a_paired_interval():
-    rng = np.random.default_rng(1)
-    base = rng.random(400) < 0.5
-    better = np.where(rng.random(400) < 0.1, True, base)  # the same but for a few problems
-    found = against([result({"A": [[float(x)] for x in base]})], [result({"A": [[float(x)] for x in better]}, weights="v")])
-    row = found["sets"]["A"]
-    gained = int((better & ~base).sum())
-    assert (row["wins"], row["losses"], row["ties"]) == (gained, 0, 400 - gained) and row["p_sign"] < 0.001
-    d = gained / 400
-    error = math.sqrt(d * (1 - d) / 400)  # an unpaired one would be 5 times as wide
-    assert row["difference"] == pytest.approx(d)
-    assert (row["low"], row["high"]) == (
-        pytest.approx(d - 1.96 * error, abs=error / 4),
-        pytest.approx(d + 1.96 * error, abs=error / 4),
-    )
-    assert "more_seeds" not in row  # one seed an arm says nothing about seeds
-
-
-def test_seeds_widen_the_interval_and_are_counted():
-    rng = np.random.default_rng(2)
-    arms = [[result({"A": (rng.random((300, 1)) < p).astype(float).tolist()}, weights=f"{p}") for p in ps]
-            for ps in ((0.4, 0.5, 0.6), (0.45, 0.55, 0.65))]  # fmt: skip
-    row = against(*arms)["sets"]["A"]
-    scores = [[np.mean(r["items"]["A"][i]["rewards"][0]) for i in range(300)] for arm in arms for r in arm]
-    variances = [np.var([np.mean(s) for s in scores[i : i + 3]], ddof=1) for i in (0, 3)]
-    assert row["seed_error"] == pytest.approx(math.sqrt(sum(variances) / 3))
-    assert row["more_seeds"] == max(0, compare.seeds_needed(row["difference"], variances) - 3)
-    assert row["low"] < 0 < row["high"] and row["high"] - row["low"] > 2 * 1.96 * 0.03
-
-
-def test_other_protocols_are_refused_unless_forced():
-    one, other = result({"A": [[1.0], [0.0]]}), result({"A": [[1.0], [1.0]]}, weights="v", template="r1", engine="vllm")
-    with pytest.raises(compare.NotComparable, match="template: 1 in a0, 'r1' in b0"):
-        against([one], [other])
-    found = against([one], [other], force=True)
-    assert found["sets"]["A"]["difference"] == 0.5
-    assert [note for note in found["notes"] if "not alike: template" in note] and [
-        n for n in found["notes"] if n.startswith("engine")
-    ]
-    with pytest.raises(compare.NotComparable, match="no problem in common"):
-        against([one], [result({"B": [[1.0]]})], force=True)
-    with pytest.raises(compare.NotComparable, match="count as one"):
-        against([one, result({"A": [[1.0], [0.0]]})], [result({"A": [[1.0], [1.0]]}, weights="v")])
-    lost = against([one], [result({"A": [[1.0], [None]]}, weights="v")])
-    assert lost["sets"]["A"]["problems"] == 1 and "1 problems have no verdict" in " ".join(lost["notes"])

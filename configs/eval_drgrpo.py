@@ -4,7 +4,7 @@
     python -m deepgrpo.evaluate --config=configs/eval_drgrpo.py:sampled --checkpoint=runs/my-run --config.rollout.engine=vllm
 
 `:sampled` draws 16 answers a problem at temperature 1 (avg@16, pass@k, maj@k): AIME24 has 30 problems, so one is 3.3 points.
-Hardware: one GPU with 24 GB. Time and result: not yet run on Qwen2.5-Math-1.5B. Dr. GRPO reports for Oat-Zero-1.5B (accuracy %,
+Hardware: one GPU with 24 GB. Time and result: not run on Qwen2.5-Math-1.5B. Dr. GRPO reports for Oat-Zero-1.5B (accuracy %,
 greedy): AIME24 20.0, AMC 53.0, MATH500 74.2, Minerva 25.7, OlympiadBench 37.6, average 42.1; by the graders
 of the last column.
 """

@@ -4,7 +4,7 @@
     python -m deepgrpo.evaluate --config=configs/eval_seed.py:gsm8k --checkpoint=runs/my-run --config.seed=1  GSM8K, 1,024 tokens
 
 Same prompts and limits as the validation of configs/math_1p5b.py and configs/gsm8k_0p5b.py.
-Hardware: one GPU with 24 GB. Time and result: not yet run on Qwen2.5-Math-1.5B. The original reports (accuracy %; AIME24, AMC,
+Hardware: one GPU with 24 GB. Time and result: not run on Qwen2.5-Math-1.5B. The original reports (accuracy %; AIME24, AMC,
 MATH500, Minerva, OlympiadBench, average): before training 16.7, 43.4, 61.8, 15.1, 28.4, 33.1; after 23.3, 54.2, 77.0, 29.0, 37.0,
 44.1, on a checkpoint that was chosen by this very average.
 """

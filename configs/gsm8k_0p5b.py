@@ -5,7 +5,7 @@
     OPENAI_API_KEY=EMPTY python -m deepgrpo.train --config=configs/gsm8k_0p5b.py          the null arm: no teacher tokens
     OPENAI_API_KEY=EMPTY python -m deepgrpo.train --config=configs/gsm8k_0p5b.py:luffy    or :snis, :sft
 
-Hardware: the original used two GPUs besides the teacher's; one with 80 GB should do. Time: not yet run. Result: not yet run. The
+Hardware: the original used two GPUs besides the teacher's; one with 80 GB should do. Time and result: not run. The
 original gives no table of these four; in its earlier repository plain GRPO (n=8) and the pivot method reached a greedy test
 accuracy of 64.0 and 66.4 % (best mean of 20 validations in a row), 42.7 to 44.7 % before training. About 0.16 % of the trained
 tokens are the teacher's, and no arm is consistently better than null.

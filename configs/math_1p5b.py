@@ -5,7 +5,7 @@
     OPENAI_API_KEY=EMPTY python -m deepgrpo.train --config=configs/math_1p5b.py           the null arm: no teacher tokens
     OPENAI_API_KEY=EMPTY python -m deepgrpo.train --config=configs/math_1p5b.py:luffy     or :snis, :sft
 
-Hardware: one GPU with 80 GB besides the teacher's. Time: not yet run. Result: not yet run. The original reports for null
+Hardware: one GPU with 80 GB besides the teacher's. Time and result: not run. The original reports for null
 (accuracy %, greedy): AIME24 23.3, AMC 54.2, MATH500 77.0, Minerva 29.0, OlympiadBench 37.0, average 44.1; before training 33.1.
 Of luffy, snis and sft it reports no consistent gain over null.
 """

@@ -2,8 +2,9 @@
 
     python -m deepgrpo.plan --config=configs/math_1p5b.py --device=h200 [--devices=8] [--mfu=0.4] [--compile] [--json]
 
-Needs neither weights nor data nor the device: a model's folder that is not there yet is replaced by the shapes of a known model
-(--preset, or model.origin), and lengths by assumptions, which are printed. If data and tokenizer are there, prompts are counted.
+All of it is estimated, and nothing but a CPU was run. Needs neither weights nor data nor the device: a model's folder that is not
+there yet is replaced by the shapes of a known model (--preset, or model.origin), and lengths by assumptions, which are printed.
+If data and tokenizer are there, prompts are counted.
 --compile also compiles the real optimizer step from shapes alone and shows XLA's own account of its memory beside the estimate.
 """
 
@@ -375,6 +376,8 @@ def memory_of(config: Any, arguments: argparse.Namespace, model: ModelConfig, sh
 def plan(config: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything that is estimated, as what --json prints. Allocates nothing and compiles nothing."""
     notes: list[str] = []
+    if arguments.device != "cpu":
+        notes.append(f"nothing was run on {arguments.device}: memory and seconds are estimates, held against XLA for CPUs alone")
     model, work = find_model(config, arguments.preset, notes), find_work(config, arguments, notes)
     mesh, attention = sharding.mesh_sizes(config.learner.mesh, arguments.devices), backend_of(config, arguments.device)
     shards = mesh["data"] * mesh["fsdp"]

@@ -42,7 +42,7 @@ from deepgrpo.learner import distributed, sharding  # noqa: E402
 from deepgrpo.learner.attach import find_continuations  # noqa: E402
 from deepgrpo.learner.learner import Learner, PendingUpdate  # noqa: E402
 from deepgrpo.learner.minibatch import least_prompts, step_rows  # noqa: E402
-from deepgrpo.learner.training_rows import training_rows  # noqa: E402
+from deepgrpo.learner.training_rows import Idle, training_rows  # noqa: E402
 from deepgrpo.loops import dynamic, reasoning, treerl  # noqa: E402
 from deepgrpo.loops.base import Setting, with_branches, with_sampling  # noqa: E402
 from deepgrpo.model.config import ModelConfig  # noqa: E402
@@ -210,7 +210,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
     setting = Setting(engine, grading, tokenizer, sampling, config.seed, GRADING_PATIENCE * grading.deadline)
     setting_of_others = dataclasses.replace(setting, tokenizer=tokenizer_lib.load_tokenizer(config.model.path))
     greedy = with_sampling(setting, temperature=config.validation.temperature, top_p=config.validation.top_p, top_k=-1)
-    timer = Timer()
+    timer, idle = Timer(), Idle()
 
     def draw(at: int) -> list[Prompt]:
         """The prompts of a step: the data set's and, if there are any, hard states."""
@@ -328,7 +328,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
                 ahead = others.submit(roll_out, setting_of_others, draw(step + 1), step + 1)
             oldest = min((r.completion.version for group in groups for r in group.rollouts), default=versions[-1])
             metrics["rollout_mismatch/staleness"] = sum(version > oldest for version in versions)
-            rows, of_rows = training_rows(batch.trained, continuations, config, stop_ids)
+            rows, of_rows = training_rows(batch.trained, continuations, config, stop_ids, idle)
             update = learner.start_update(rows, step)
             of_suffixes = suffixes.train(rows, step, ended, last)  # the sft arm's own optimizer steps, when they are due
             if late:

@@ -299,7 +299,7 @@ class Learner:
         if self.peak_flops:
             metrics["perf/mfu/actor"] = work * rate / (self.peak_flops * self.mesh.size)
         mismatch = report.mismatch_metrics(results[: len(mini_batches)])
-        return metrics | report.actor_metrics(results, mini_batches) | mismatch | seconds
+        return metrics | report.actor_metrics(results, mini_batches, self.optim.grad_clip) | mismatch | seconds
 
     def _layout(self, mini_batches: Sequence[Sequence[Row]]) -> list[Batch]:
         apart = self.model.placement.attention == "splash"

@@ -11,9 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from deepgrpo.learner.token_losses import (
+    FAR,
     KL_TYPES,
+    k3_clipped,
     kl_token,
     moved_token,
     ppo_clip_token,
@@ -222,8 +225,22 @@ def loss_share(logp, entropy, old_logp, slots: Mapping[str, jax.Array], weights,
     counted |= {"logp": logp, "entropy": entropy, "coef": coef}
     if o.kl_stop:
         counted["moved"] = moved_token(token_ratio)
+    counted |= {name: x.astype(logp.dtype) for name, x in clamped(logp, ratio, old_logp, slots, o).items()}
     sums |= {name: by_stream(x, source) for name, x in counted.items()}
     return share, jax.lax.stop_gradient(sums)
+
+
+def clamped(logp, ratio, old_logp, slots: Mapping[str, jax.Array], o: Objective) -> dict[str, jax.Array]:
+    """Where a clamp decides and leaves a token without its gradient, by the name of its metric: bool[B, R] each. PPO's clips are
+    counted by `ppo_clip_token`."""
+    found = {"ratio_clampfrac": jnp.abs(ratio) > FAR}
+    if o.kl_coef and o.kl_type == "low_var_kl":
+        found["kl_clipfrac"] = k3_clipped(logp, slots["ref_logp"])
+    if o.tis_cap:
+        found["tis_capfrac"] = old_logp - slots["rollout_logp"] > np.log(o.tis_cap)
+    if o.joint_loss == "luffy":
+        found["shaping_clampfrac"] = logp < -FAR
+    return found
 
 
 def student_mean(x, tokens):
@@ -260,6 +277,7 @@ def loss_metrics(sums, tokens, totals, o: Objective, auto_coef=1.0) -> dict:
         out["tis_weight"] = student["tis"]
     if o.kl_stop:
         out["ppo_kl_k3"] = student["moved"]
+    out |= {name: student[name] for name in ("ratio_clampfrac", "kl_clipfrac", "tis_capfrac") if name in student}
     for stream, name in ((MAIN, "main_chain"), (BRANCH, "branch_chain")):
         out[f"{name}/pg_loss"] = mean["loss"][stream]
         out[f"{name}/pg_clipfrac"] = mean["clipped"][stream]
@@ -280,6 +298,7 @@ def teacher_metrics(mean, o: Objective, auto_coef) -> dict:
     }
     if o.joint_loss == "luffy":
         out["teacher_chain/mean_shaping_weight"] = mean["shaping"][TEACHER]
+        out["teacher_chain/shaping_clampfrac"] = mean["shaping_clampfrac"][TEACHER]
     if o.joint_loss == "snis":
         out["teacher_chain/snis_weight_mean"] = mean["coef"][TEACHER]
     if o.auto_teacher_coef:

@@ -19,7 +19,7 @@ def count_steps(results: Sequence[dict[str, Any]]) -> tuple[int, int]:
     return finite, len(tried) - finite
 
 
-def actor_metrics(results: Sequence[dict[str, Any]], mini_batches: Sequence[Sequence[Row]]) -> dict[str, float]:
+def actor_metrics(results: Sequence[dict[str, Any]], mini_batches: Sequence[Sequence[Row]], grad_clip: float) -> dict[str, float]:
     """`actor/*`: means over the optimizer steps, of a stream's own metrics over the steps that contained it.
 
     Steps that objective.kl_stop made void are only counted.
@@ -28,7 +28,7 @@ def actor_metrics(results: Sequence[dict[str, Any]], mini_batches: Sequence[Sequ
     tried = [(n, result) for n, result in enumerate(results) if not result.get("kl_stopped")]
     for n, result in tried:
         rows, tokens = mini_batches[n % len(mini_batches)], result["tokens"]
-        step = result["actor"] | {"grad_norm": result["grad_norm"]}
+        step = result["actor"] | {"grad_norm": result["grad_norm"], "grad_clipfrac": result["grad_norm"] > grad_clip}
         for source, name in STREAM_NAMES:
             step[f"{name}_chain/mb_tokens"] = tokens[source]
             step[f"{name}_chain/mb_samples"] = sum(row.source == source for row in rows)

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 KL_TYPES = ("low_var_kl", "kl", "abs", "mse")
+FAR = 20.0  # log-ratios, and log-probs of shaped teacher tokens, are clamped there, so that exp is finite in float32
+HIGHEST_K3 = 10.0
 
 
 def ppo_clip_token(log_ratio, advantages, clip_low: float, clip_high: float, clip_c: float):
@@ -19,7 +21,7 @@ def ppo_clip_token(log_ratio, advantages, clip_low: float, clip_high: float, cli
     Returns:
       loss; clipped (1 where the clip decides); approx_kl = -d; clipped_lower (1 where the dual clip decides). Same shape each.
     """
-    d = jnp.clip(log_ratio, -20.0, 20.0)
+    d = jnp.clip(log_ratio, -FAR, FAR)
     ratio = jnp.exp(d)
     unclipped = -advantages * ratio
     clipped = -advantages * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
@@ -76,8 +78,14 @@ def kl_token(logp, ref_logp, kl_type: str):
         return jnp.abs(logp - ref_logp)
     if kl_type == "mse":
         return 0.5 * jnp.square(logp - ref_logp)
-    x = jnp.clip(ref_logp - logp, -20.0, 20.0)
-    return jnp.clip(jnp.exp(x) - x - 1.0, -10.0, 10.0)
+    x = jnp.clip(ref_logp - logp, -FAR, FAR)
+    return jnp.clip(jnp.exp(x) - x - 1.0, -HIGHEST_K3, HIGHEST_K3)
+
+
+def k3_clipped(logp, ref_logp):
+    """Tokens that low_var_kl's clips leave without a gradient: x = ref - logp above 2.61, or below -11."""
+    x = ref_logp - logp
+    return (jnp.abs(x) > FAR) | (jnp.exp(jnp.minimum(x, FAR)) - x - 1.0 > HIGHEST_K3)
 
 
 def moved_token(log_ratio):
@@ -85,7 +93,7 @@ def moved_token(log_ratio):
 
     Its mean over sampled tokens estimates KL(old || policy) (k3, Schulman 2020). No gradient.
     """
-    d = jax.lax.stop_gradient(jnp.clip(log_ratio, -20.0, 20.0))
+    d = jax.lax.stop_gradient(jnp.clip(log_ratio, -FAR, FAR))
     return jnp.expm1(d) - d
 
 
@@ -95,7 +103,7 @@ def luffy_token(logp, advantages, gamma: float):
     Returns:
       (loss, f), in the arguments' shape; the gradient flows through f.
     """
-    p = jnp.exp(jnp.clip(logp, -20.0, 0.0))
+    p = jnp.exp(jnp.clip(logp, -FAR, 0.0))
     weight = p / (p + gamma)
     return -weight * advantages, weight
 

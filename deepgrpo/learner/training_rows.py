@@ -10,7 +10,29 @@ from deepgrpo.learner.attach import Continuation, attach, join
 from deepgrpo.learner.rows import Overlong, Row
 from deepgrpo.types import Group
 
+IDLE_STEPS = 20  # in a row whose groups are all alike, before it is said: of a few, plain GRPO has plenty
+
 log = logging.getLogger(__name__)
+
+
+class Idle:
+    """Says, once for each stretch of steps without an update, why there is none."""
+
+    def __init__(self):
+        self._steps, self._said = 0, False
+
+    def look(self, reason: str, patience: int) -> None:
+        """reason: why a step's groups gave no rows to train on, "" if they did. patience: how often in a row that is ordinary."""
+        if not reason:
+            if self._said:
+                log.warning("there are rows to train on again, after %d steps without", self._steps)
+            self._steps, self._said = 0, False
+            return
+        self._steps += 1
+        if self._steps >= patience and not self._said:
+            self._said = True
+            steps = "this step" if self._steps == 1 else f"the last {self._steps} steps"
+            log.warning("no update in %s: %s (said again only after an update)", steps, reason)
 
 
 def training_rows(
@@ -18,12 +40,13 @@ def training_rows(
     continuations: Mapping[str, Continuation],
     config: ml_collections.ConfigDict,
     stop_ids: Sequence[int],
+    idle: Idle,
 ) -> tuple[list[Row], dict[str, float]]:
     """The rows of a training step by the rules of the whole configuration.
 
     Args:
       groups: those that may train. continuations: the teacher's, of the injected ones (`attach.find_continuations`).
-      stop_ids: of the student; the first one closes a teacher's suffix.
+      stop_ids: of the student; the first one closes a teacher's suffix. idle: of the run.
 
     Returns:
       (rows, metrics of all rows before and after some leave: `critic/*`, `data/*`, lengths, `prefix_luffy/*`, `treerl/*`).
@@ -54,8 +77,7 @@ def training_rows(
             overlong=overlong,
         )
     rows = rows_lib.keep_rows(every, o.zero_gradient_rows)
-    if not rows:  # groups without a contrast are plain GRPO's daily bread, anything else deserves a look
-        log.log(logging.DEBUG if every else logging.WARNING, "no update: %s", rows_lib.skip_reason(groups, overlong))
+    idle.look("" if rows else rows_lib.skip_reason(groups, overlong), IDLE_STEPS if every else 1)
     metrics |= rows_lib.overlong_metrics(groups, overlong) | rows_lib.data_metrics(every, limit) | rows_lib.tree_metrics(groups)
     metrics |= rows_lib.filter_metrics(every, rows)
     return rows_lib.whiten_rows(rows) if o.whiten else rows, metrics

@@ -20,15 +20,18 @@ def result(loss, norm=1.0, **more):
 def test_void_steps_are_only_counted():
     results = [result(1.0), result(3.0, np.inf), result(100.0, kl_stopped=True)]
     results[0]["kl_stopped"] = results[1]["kl_stopped"] = False
-    metrics = report.actor_metrics(results, [ROWS])
+    metrics = report.actor_metrics(results, [ROWS], 0.5)
     assert report.count_steps(results) == (1, 1)
     assert metrics["actor/total_loss"] == 2.0 and metrics["actor/kl_stopped_steps"] == 1 and metrics["actor/optimizer_steps"] == 1
     assert metrics["actor/total_mini_batch_steps"] == 3 and metrics["actor/steps_with_main"] == 2
-    assert "actor/kl_stopped_steps" not in report.actor_metrics([result(1.0)], [ROWS])
+    assert metrics["actor/grad_clipfrac"] == 1.0  # of the two that were tried
+    assert "actor/kl_stopped_steps" not in report.actor_metrics([result(1.0)], [ROWS], 1.0)
 
 
 def names_of(objective: Objective) -> set[str]:
-    sums = dict.fromkeys("loss kl entropy_loss clipped approx_kl lower tis shaping logp entropy coef moved".split(), np.ones(3))
+    counted = "loss kl entropy_loss clipped approx_kl lower tis shaping logp entropy coef moved"
+    counted += " ratio_clampfrac kl_clipfrac tis_capfrac shaping_clampfrac"
+    sums = dict.fromkeys(counted.split(), np.ones(3))
     return set(losses.loss_metrics(sums, np.ones(3), np.ones(3), objective))
 
 
@@ -40,7 +43,7 @@ def test_every_metric_is_documented(teacher_loss):
     names = {f"actor/{name}" for name in names_of(Objective(teacher_loss=teacher_loss, **everything))}
     teacher = {"actor": dict.fromkeys(("post_sft_loss", "mean_logp", "entropy"), 0.0)}
     names |= report.teacher_metrics([result(0.0) | teacher], [ROWS], 0.1).keys()
-    names |= report.actor_metrics([result(0.0, kl_stopped=False)], [ROWS]).keys()
+    names |= report.actor_metrics([result(0.0, kl_stopped=False)], [ROWS], 1.0).keys()
     names |= attach.attachment_metrics([], [], [], teacher_loss).keys()
     names |= attach.join([], [], {}, teacher_loss=teacher_loss, advantage="group_mean", stop_ids=(0,), max_model_len=1)[1].keys()
     names |= dynamic.run(lambda prompts, number: [], [], lambda *_: [], max_rounds=1).metrics.keys()

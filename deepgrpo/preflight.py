@@ -134,6 +134,14 @@ def data_problems(config: config_dict.ConfigDict) -> list[Finding]:
     return check.data_problems(config)
 
 
+def reward_problems(config: config_dict.ConfigDict) -> list[Finding]:
+    if not (config.rewards.extra or config.rewards.graders):
+        return []
+    from deepgrpo.rewards import check  # which reads the data sets
+
+    return check.reward_problems(config)
+
+
 def forest_problems(config: config_dict.ConfigDict) -> list[Finding]:
     """The forest that a new run is to begin with: complete, and of ids that mean the same here."""
     given = config.curriculum.start_from
@@ -183,6 +191,7 @@ CHECKS = (
     engine_problems,
     model_problems,
     data_problems,
+    reward_problems,
     settings_problems,
     resource_problems,
 )  # of any run, in this order

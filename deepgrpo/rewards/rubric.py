@@ -88,7 +88,7 @@ def resolve(path: str) -> Callable:
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a module of the user's may fail in any way
+    except (Exception, SystemExit) as error:  # a module of the user's may fail in any way
         where = "; is its folder in PYTHONPATH, or the package installed?" if isinstance(error, ModuleNotFoundError) else ""
         raise ValueError(f"{path}: importing {module_name} failed: {type(error).__name__}: {error}{where}") from error
     function = getattr(module, name, None)

@@ -260,6 +260,11 @@ class GradingService:
                     self._working.update([*mine, " or ".join(mine)])
         return grade
 
+    def faults(self) -> dict[str, list[str]]:
+        """What went wrong since the last step ended, by function of the user's."""
+        with self._lock:
+            return {name: list(details) for name, details in self._faults.items()}
+
     def end_step(self) -> None:
         """To be called when all answers of a step are graded.
 

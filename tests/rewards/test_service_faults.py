@@ -3,11 +3,14 @@
 import concurrent.futures
 import json
 import os
+import re
 import threading
 from types import SimpleNamespace
 
 import pytest
 
+from deepgrpo import preflight
+from deepgrpo.config import command_line
 from deepgrpo.config.errors import ConfigError
 from deepgrpo.loops import reasoning
 from deepgrpo.rewards import service as service_lib
@@ -137,3 +140,35 @@ def test_answers_that_are_not_graded_in_time_have_no_verdict_and_the_step_goes_o
     assert all(reasoning.verdict_of(future).reward is None for future in futures[1:])
     with pytest.raises(TimeoutError, match="step 7: 3 of 3"):
         reasoning.wait_for_verdicts(setting, [concurrent.futures.Future() for _ in range(3)], 7)
+
+
+FOUND = {  # function: what the input check says of it; None: nothing
+    "np_f32": None,
+    "prints": None,
+    "awaits": None,
+    "a_list": r"a_list: returned list \[1.0\], expected a number",
+    "raises": "AttributeError: 'Answer' object has no attribute 'no_such_field'",
+    "yields": "the function yields",
+    "nothing": "returned None",
+    "leaves": "SystemExit: 3",
+    "dies": "ended its process",
+    "spins": "took more than",
+    "absent": "has no function absent",
+}
+
+
+@pytest.mark.parametrize("function", FOUND)
+def test_the_input_check_calls_each_function_once(mine, function, tmp_path):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "How many?", "answer": "so\n#### 18"}) + "\n")
+    config = command_line.load(command_line.SCHEMA, None)
+    config.data.train, config.data.validation = (f"gsm8k:{tmp_path}/train.jsonl",), ()
+    config.rewards.deadline = 4.0 if function == "spins" else 60.0
+    for key, entry in (("extra", f"{mine}:{function}=1"), ("graders", f"GSM8K={mine}:{function}")):
+        config.rewards.extra, config.rewards.graders = (), ()
+        config.rewards[key] = (entry,)
+        found = preflight.reward_problems(config)
+        if FOUND[function] is None:
+            assert found == []
+        else:
+            assert len(found) == 1 and found[0].what.startswith("rewards: ") and re.search(FOUND[function], found[0].what), found
+            assert found[0].fatal == (function != "nothing")

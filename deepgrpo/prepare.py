@@ -27,6 +27,7 @@ from deepgrpo.config import Setup
 from deepgrpo.data import benchmarks as base
 from deepgrpo.data import benchmarks_agents, benchmarks_search, benchmarks_tables, contamination, readers, repair, sources
 from deepgrpo.data.benchmarks import Benchmark, Context, Converted, Options
+from deepgrpo.data.cells import refuse, writable
 from deepgrpo.data.tables import Row
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -157,6 +158,8 @@ def converted(request: Request, benchmark: Benchmark, name: str, found: sources.
         rows, repairs = repair.correct(rows, corrections)
         notes.append(f"corrections: {corrections.path}")
     done = benchmark.convert(rows, Context(name, found.path, request.options))
+    broken = [row["extra_info"]["index"] for row in done.rows if not writable(row)]
+    refuse(found.path, [f"row {index}: its text has a NUL character or a lone surrogate" for index in broken])
     done.repairs[:0], done.notes[:0] = repairs, notes
     return done
 
@@ -322,7 +325,7 @@ def as_table(rows: Sequence[Row]):
     for name, values in columns.items():
         try:
             arrays[name] = pyarrow.array(values)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError) as error:
             if name in ("data_source", "prompt", "ability", "reward_model", "extra_info"):
                 raise ValueError(f"column {name}: its values are of several types ({error}); correct the source") from error
             arrays[name] = pyarrow.array([json.dumps(value, ensure_ascii=False) for value in values])

@@ -44,7 +44,7 @@ def deep_analyze(rows: Sequence[Row], context: Context) -> Converted:
     """prompt (messages), data_source, workspace_id, input_seq, reward_spec{ground_truth, response}."""
     done = Converted()
     for index, row in enumerate(rows):
-        source, spec = row["data_source"], row["reward_spec"] or {}
+        source, spec = row["data_source"], row.get("reward_spec") or {}
         key = spec.get("ground_truth")
         if key is None or not str(key).strip():
             drop(done, context, "no usable key", index, key)
@@ -166,11 +166,11 @@ def ds1000(rows: Sequence[Row], context: Context) -> Converted:
     """prompt, metadata{library, problem_id}, reference_code, code_context."""
     done = Converted()
     for index, row in enumerate(rows):
-        if not str(row["reference_code"] or "").strip():
-            drop(done, context, "no reference code", index, row["reference_code"])
+        if not (row.get("reference_code") or "").strip():
+            drop(done, context, "no reference code", index, row.get("reference_code"))
             continue
         prompt = re.sub(r"<code>\n?", "```python\n", row["prompt"]).replace("</code>", "```") + NOTE
-        about = row["metadata"] or {}
+        about = row.get("metadata") or {}
         extra = {
             "split": context.split,
             "index": index,

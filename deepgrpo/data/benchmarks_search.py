@@ -23,7 +23,7 @@ def search_qa(rows: Sequence[Row], context: Context) -> Converted:
     done = Converted()
     for index, row in enumerate(rows):
         answers = row["golden_answers"]
-        keys = repair.keys([answers] if isinstance(answers, str) else list(answers or ()))
+        keys = repair.keys(answers)
         if keys is None:
             drop(done, context, "no usable key", index, row["golden_answers"])
             continue

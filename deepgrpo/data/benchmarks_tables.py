@@ -11,7 +11,7 @@ from typing import Any
 
 from deepgrpo.data import repair
 from deepgrpo.data.benchmarks import REASONING, Benchmark, Context, Converted, drop, example
-from deepgrpo.data.cells import KEY, SCALAR, TABLE, TEXT, Kind, Maybe, plain
+from deepgrpo.data.cells import KEY, NOTHING, SCALAR, TEXT, Kind, Maybe, plain, scalar, whole
 from deepgrpo.data.sources import Split
 from deepgrpo.data.tables import Row
 
@@ -48,6 +48,7 @@ def cell_text(cell: Any) -> str:
 
 
 def _join(text: Any) -> str:
+    text = list(text.values()) if isinstance(text, Mapping) else text
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text or "")
 
 
@@ -146,7 +147,7 @@ def _multihiertt(row: Row, context: Context):
 def _wikitq(row: Row, context: Context):
     options, table = context.options, row["table"]
     header, body = (table["header"], table["rows"]) if isinstance(table, Mapping) else (table[0], table[1:])
-    header, body = [str(cell) for cell in header], [[str(cell) for cell in cells] for cells in body]
+    header, body = [cell_text(cell) for cell in header], [[cell_text(cell) for cell in cells] for cells in body]
     header, body = _perturbed(header, body, options.perturbation, f"{options.seed} {row['question']}")
     parts = [("Table", FORMATS[options.table_format](header, body))]
     if options.perturbation != "none":
@@ -184,13 +185,37 @@ def _dataframe(header: list[str], body: list[list[str]]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in rows)
 
 
-PART = Kind("text and finite numbers of any depth", plain)
+def _is_cell(value: Any) -> bool:
+    return value is None or scalar(value) or isinstance(value, list) and plain(value) and (not value or scalar(value[0]))
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, list) and all(map(_is_cell, row)) for row in value)
+
+
+def _is_table(value: Any) -> bool:
+    """Rows of cells, or a header with rows of cells and perhaps the texts that stand around them."""
+    if not isinstance(value, Mapping):
+        return _is_rows(value)
+    around = all(value.get(name) is None or _is_text(value[name]) for name in TEXTS)
+    return around and _is_rows([value.get("header")]) and _is_rows(value.get("data", value.get("rows")))
+
+
+def _is_text(value: Any) -> bool:
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+    return all(scalar(one) and str(one).strip() not in NOTHING for one in values)
+
+
+TEXTS = ("links", "passages", "texts", "text", "intro", "introduction", "section_text")
+PART = Kind("text, or a list or an object of texts", _is_text)
+TABLE = Kind("a table: rows of text and finite numbers, perhaps with a header", _is_table)
+TABLES = Kind("a list of tables", lambda value: isinstance(value, list) and all(whole(one) or _is_rows(one) for one in value))
 ASKED = {"question": TEXT, "answer": KEY}
 QA = {"question": TEXT, "answer": Maybe(SCALAR), "exe_ans": Maybe(SCALAR)}
 FINQA = {"qa": QA, "table": TABLE, "pre_text": Maybe(PART), "post_text": Maybe(PART)}
-TEXTS = ("links", "passages", "texts", "text", "intro", "introduction", "section_text")
 LINKED = {"question": TEXT, "table": TABLE, "answer": Maybe(KEY), "answer-text": Maybe(KEY), "question_id": SCALAR}
 LINKED |= dict.fromkeys(TEXTS, Maybe(PART))
+HIERTT = {"uid": SCALAR, "tables": TABLES, "paragraphs": Maybe(PART), "table_description": Maybe(PART), "qa": Maybe(ASKED)}
 FORMATS = {"markdown": _markdown, "csv": _csv, "dataframe": _dataframe}
 
 
@@ -224,7 +249,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "several tables of financial reports",
         _splits("*train*.json", "*test*.json"),
         _table_set("multihiertt", _multihiertt),
-        {"uid": SCALAR, "tables": TABLE, "paragraphs": Maybe(PART), "table_description": Maybe(PART), "qa": Maybe(ASKED)},
+        HIERTT,
         cut=_cut,
     ),
     "wikitq": Benchmark(

@@ -10,9 +10,10 @@ import decimal
 import json
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+NOTHING = frozenset(("None", "nan", "NaN", "null", "<NA>"))  # what writes a table's gap as text
 LISTED = 5  # rows that a message names
 ROWS = "correct these rows or take them out of the file (rows are counted from 0)"
 
@@ -67,8 +68,8 @@ def scalar(value: Any) -> bool:
     return whole(value) or finite(value)
 
 
-def plain(value: Any) -> bool:
-    """Whether a value of any depth holds nothing but text, finite numbers, truth values and nulls."""
+def _leaves(value: Any) -> Iterator[Any]:
+    """What lists and objects of any depth hold, the names of fields among it."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -76,9 +77,18 @@ def plain(value: Any) -> bool:
             waiting += [*one.keys(), *one.values()]
         elif isinstance(one, list | tuple):
             waiting += one
-        elif not (one is None or isinstance(one, bool) or scalar(one)):
-            return False
-    return True
+        else:
+            yield one
+
+
+def plain(value: Any) -> bool:
+    """Whether a value of any depth holds nothing but text, finite numbers, truth values and nulls."""
+    return all(one is None or isinstance(one, bool) or scalar(one) for one in _leaves(value))
+
+
+def writable(value: Any) -> bool:
+    """Whether all text of a value of any depth can be written to a file."""
+    return all(not isinstance(one, str) or whole(one) for one in _leaves(value))
 
 
 def _answers(value: Any) -> bool:
@@ -86,11 +96,10 @@ def _answers(value: Any) -> bool:
     return all(one is None or scalar(one) for one in values)
 
 
-TEXT = Kind("text that is not empty", lambda value: whole(value) and not blank(value))
+TEXT = Kind("text that is not empty", lambda value: whole(value) and not blank(value) and value.strip() not in NOTHING)
 LINE = Kind("text", whole)
 SCALAR = Kind("text or a finite number", scalar)
 KEY = Kind("text, a finite number or a list of these", _answers)  # a null or an empty text is no usable key, and counted
-TABLE = Kind("a table of text and finite numbers", lambda value: isinstance(value, list | dict) and bool(value) and plain(value))
 PLAIN = Kind("text, finite numbers, or lists and objects of these", lambda value: value is not None and plain(value))
 OBJECT: Schema = {}
 
@@ -120,7 +129,8 @@ def shown(value: Any) -> str:
         return json.dumps(value)
     if isinstance(value, str):
         hurt = "text with a NUL character" if "\0" in value else "" if whole(value) else "text with a lone surrogate"
-        return f"{hurt or ('empty text' if blank(value) else 'text')} {_SHORT.repr(value)}"
+        kind = "empty text" if blank(value) else "the word for nothing" if value.strip() in NOTHING else "text"
+        return f"{hurt or kind} {_SHORT.repr(value)}"
     if isinstance(value, float | int | decimal.Decimal):
         return f"the number {_SHORT.repr(value)}"
     if isinstance(value, bytes):

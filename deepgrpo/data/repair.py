@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepgrpo.data.cells import NOTHING
 from deepgrpo.data.tables import Row
 from deepgrpo.rewards import expression, forms, latex
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
-UNUSABLE = frozenset(("", "None", "nan", "NaN", "null", "<NA>"))  # keys that a broken extraction or a table's gap leaves behind
+UNUSABLE = NOTHING | {""}  # keys that a broken extraction or a table's gap leaves behind
 _MATH_MODE = re.compile(r"(?<!\\)\$")  # an escaped dollar is money
 
 

@@ -109,7 +109,7 @@ def test_table_sets(tmp_path, name):
     assert all(part in prompt_of(made) for part in parts), prompt_of(made)
     assert "`Answer:`" in prompt_of(made).rsplit("\n\n", 1)[1]
     write(tmp_path / "source" / file, [{**row, "table": 3, "tables": 3}])
-    with pytest.raises(SystemExit, match="row 0: tables? must be a table of text and finite numbers, got the number 3"):
+    with pytest.raises(SystemExit, match="row 0: tables? must be a (table|list of tables).*, got the number 3"):
         run(name, tmp_path, "--split=train")
 
 
@@ -154,3 +154,17 @@ def test_prepared_agent_rows_keep_what_graders_need(tmp_path):
         and "style" not in first.extra
     )
     assert keyless.ground_truth == ""
+
+
+@pytest.mark.parametrize("name", TABLE_SETS)
+@pytest.mark.parametrize("cell", [float("nan"), {"a": 1}, [["x"]], "cut \ud83d", True])
+def test_no_cell_of_another_kind_reaches_a_prompt(tmp_path, name, cell):
+    file, row, _, _ = TABLE_SETS[name]
+    table = [["x", cell]]
+    for column, value in {"question": cell, "answer": cell, "table": table, "tables": [table], "paragraphs": [cell]}.items():
+        inner = "qa" in row and column in row["qa"]
+        if inner or column in row:
+            changed = {**row, "qa": {**row["qa"], column: value}} if inner else {**row, column: value}
+            write(tmp_path / "source" / file, [row, changed])
+            with pytest.raises(SystemExit, match=rf"row 1: (qa\.)?{column}(\[\d\])? must be .*, got"):
+                run(name, tmp_path, "--split=train")

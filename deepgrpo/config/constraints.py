@@ -261,10 +261,14 @@ def size_rules(config: config_dict.ConfigDict) -> list[Rule]:
     ]
 
 
+def replaces_none(config: config_dict.ConfigDict) -> bool:
+    """Whether every step takes a full batch of dataset prompts at its start."""
+    return config.curriculum.pool == "none" or config.curriculum.injection_mode != "replace"
+
+
 def steps_are_known(config: config_dict.ConfigDict) -> bool:
     """Whether the passes over the data alone say how many steps a run has."""
-    replaces = config.curriculum.pool != "none" and config.curriculum.injection_mode == "replace"
-    return not (config.train.student_tokens or replaces or config.rollout.dynamic_sampling)
+    return replaces_none(config) and not config.train.student_tokens and not config.rollout.dynamic_sampling
 
 
 def process_rules(config: config_dict.ConfigDict) -> list[Rule]:

@@ -1,8 +1,9 @@
 """What a run's data files can be told before anything is loaded: every file is read through the readers, without a tokenizer."""
 
+import math
 from typing import Any
 
-from deepgrpo.config.constraints import steps_are_known
+from deepgrpo.config.constraints import replaces_none
 from deepgrpo.config.errors import Finding
 from deepgrpo.data import tables
 from deepgrpo.data.cells import TEXT, DataError
@@ -54,6 +55,22 @@ def _finding(error: ValueError) -> Finding:
     return Finding(error.what, error.remedy) if isinstance(error, DataError) else Finding(f"data: {error}", "name another set")
 
 
+def _warm_up(config: Any, count: int) -> list[Finding]:
+    """Whether the warm-up ends before the run does, as far as that can be known."""
+    train, batch, rollout, warm_up = config.train, config.data.batch_size, config.rollout, config.optim.warmup_steps
+    taken = batch if replaces_none(config) else max(1, math.floor(batch * (1 - config.curriculum.injection_ratio)))
+    most = train.steps or train.epochs * (count // taken)
+    short = f"set --config.optim.warmup_steps below {most}, or lengthen the run"
+    if warm_up >= most:
+        what = f"schedule: optim.warmup_steps={warm_up}, but the run has at most {most} steps: it never gets to optim.lr"
+        return [Finding(what, short)]
+    tokens = warm_up * batch * rollout.n * rollout.max_model_len / 4  # as `plan` assumes of responses
+    if 0 < train.student_tokens < tokens:
+        what = f"schedule: optim.warmup_steps={warm_up} may take all of train.student_tokens={train.student_tokens}"
+        return [Finding(what, "lower it; python -m deepgrpo.plan estimates the run's steps", fatal=False)]
+    return []
+
+
 def _of_sets(config: Any, sources: dict[str, list[str]]) -> list[Finding]:
     """What the sets, each of them readable, do not allow."""
     data, optim, findings = config.data, config.optim, []
@@ -61,10 +78,8 @@ def _of_sets(config: Any, sources: dict[str, list[str]]) -> list[Finding]:
     if data.train and data.batch_size > count:
         what = f"data: a batch of data.batch_size={data.batch_size} can't be drawn from {count} training problems"
         findings.append(Finding(what, f"set --config.data.batch_size (and optim.mini_batch_prompts) to at most {count}"))
-    steps = config.train.steps or steps_are_known(config) * config.train.epochs * (count // data.batch_size)  # 0: not known
-    if data.train and optim.warmup_steps and optim.warmup_steps >= steps > 0:
-        what = f"optim.warmup_steps={optim.warmup_steps}, but the run has {steps} steps: its learning rate never gets to optim.lr"
-        findings.append(Finding(f"schedule: {what}", f"set --config.optim.warmup_steps below {steps}, or lengthen the run"))
+    if data.train and optim.warmup_steps:
+        findings += _warm_up(config, count)
     metric, chosen_by = config.checkpoint.best_metric, "selection" if data.selection else "validation"
     known = choosing_metrics(sources[chosen_by], config.validation.n, "selection/" if data.selection else "")
     if metric and config.validation.every and known and metric not in known:

@@ -106,7 +106,7 @@ DAMAGED = [  # file, content, what the list says of it
 
 @pytest.fixture
 def told(student, tmp_path, monkeypatch):
-    """What the input check says of files of training: its list of problems, "" if there is none."""
+    """What the input check says of files of training: its list of problems, else its warnings."""
 
     def told(*specs: str, **overrides: str) -> str:
         monkeypatch.chdir(ROOT)
@@ -117,10 +117,9 @@ def told(student, tmp_path, monkeypatch):
         line = [f"--config.{key}={value}" for key, value in flags.items()]
         config, _ = config_lib.from_command_line(["train", "--config=configs/carry_chain.py", *line])
         try:
-            preflight.check_inputs(config)
+            return "\n".join(preflight.check_inputs(config))
         except config_lib.ConfigError as error:
             return str(error)
-        return ""
 
     return told
 
@@ -182,7 +181,9 @@ def test_what_sets_do_not_allow_is_said_with_the_names_that_exist(told, tmp_path
     text = told("math:a.jsonl", data__batch_size="21", optim__mini_batch_prompts="21")
     assert "data.batch_size=21 can't be drawn from 20 training problems" in text
     text = told("math:a.jsonl", data__batch_size="10", train__epochs="3", optim__warmup_steps="6", optim__mini_batch_prompts="1")
-    assert "optim.warmup_steps=6, but the run has 6 steps" in text
+    assert "optim.warmup_steps=6, but the run has at most 6 steps" in text
+    text = told("math:a.jsonl", optim__warmup_steps="9", train__student_tokens="50")
+    assert "optim.warmup_steps=9 may take all of train.student_tokens=50" in text and "cannot start" not in text
     for metric in (
         "val-core/carry_chain/reward/mean@2",
         "val-core/MATH/reward/mean@1",

@@ -171,9 +171,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.curriculum.teacher_rows = True  # the teacher's continuation of an injected state is a row, if its loss is not null
     config.curriculum.min_remaining_tokens = 32  # a state must leave room for so many response tokens
     config.curriculum.failures = "all"  # of a group's failures send to the teacher: all | longest_prefix (the longest right one)
-    config.curriculum.max_events_per_parent = 0  # forest, flat: newest waiting failures kept a state; 0: no bound (the reference)
-    config.curriculum.max_events = 0  # forest, flat: waiting failures kept in all, oldest dropped first; 0: no bound
-    config.curriculum.max_nodes_per_tree = 0  # forest: root included; further children are refused; 0: no bound
+    config.curriculum.max_events_per_parent = 8  # forest, flat: newest waiting failures kept a state; 0: no bound (the reference)
+    config.curriculum.max_events = 8192  # forest, flat: waiting failures kept in all, oldest dropped first; 0: no bound
+    config.curriculum.max_nodes_per_tree = 64  # forest: root included; further children are refused; 0: no bound (the reference)
     config.curriculum.drop_retired_events = False  # forest: drop a retired state's waiting failures; False: as the reference
     config.curriculum.retire_after = 1  # forest: groups in a row that must succeed as a whole before a state retires
     config.curriculum.start_from = ""  # forest: a new run begins with that of this run, step or saved forest; "": with none
@@ -187,7 +187,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.curriculum.flat_cap_by = "state"  # flat: that key: state (equal states only, the reference) | prompt (the problem's)
     config.curriculum.w_floor_hard = 0.2  # flat: weight of a state whose last group failed as a whole
     config.curriculum.w_floor_mastered = 0.01  # flat: and of one whose last group succeeded as a whole
-    config.curriculum.flat_max_size = 0  # flat: newest states kept; 0: no bound (the reference)
+    config.curriculum.flat_max_size = 10000  # flat: newest states kept; 0: no bound (the reference)
     config.curriculum.chain_retries = 0  # chain: second chances when the teacher can use no failure; 0: abandoned (the reference)
     config.curriculum.chain_restart_after = 0  # chain: steps until an ended chain's prompt may start anew; 0: never
     config.curriculum.failed_pool_max_size = 10000  # newest failures that wait for the teacher, where it gets them at random

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 Ids = np.ndarray  # int32[len], read-only
+LEAST_VERDICTS = 0.5  # share of a group's rollouts without which nothing is said of the group as a whole
 
 
 def as_ids(ids: Sequence[int] | np.ndarray) -> Ids:
@@ -154,6 +155,14 @@ class Group:
     def verdicts(self) -> list[Rollout]:
         """The rollouts that have a verdict; everything that counts successes or takes a mean uses only these."""
         return [r for r in self.rollouts if r.reward is not None]
+
+    @property
+    def judged(self) -> bool:
+        """Whether enough rollouts have a verdict to call the group mastered or failed, or to count its success rate.
+
+        One that was aborted is no part of `rollouts`, and has none.
+        """
+        return 0 < LEAST_VERDICTS * max(self.prompt.n, len(self.rollouts)) <= len(self.verdicts())
 
     def successes(self, threshold: float) -> tuple[int, int]:
         """Returns (k_succ, k_total): rollouts that succeed (see `Grade.succeeds`), and rollouts with a verdict."""

@@ -72,8 +72,8 @@ class Finder:
     def learn(self, groups: Sequence[Group]) -> None:
         """Tells the model what a step's branches came to, and has it fitted anew."""
         for group in filter(is_branch, groups):
-            if group.verdicts():
-                k_succ, _ = group.successes(self.threshold)
+            k_succ, _ = group.successes(self.threshold)
+            if group.judged or k_succ:
                 self.model.observe(group.prompt.node.ratio, k_succ > 0)
         self.model.refit()
 
@@ -197,7 +197,7 @@ def has_contrast(group: Group) -> bool:
 
 def branching_metrics(groups: Sequence[Group], threshold: float) -> dict[str, float]:
     """What a step's branches came to: points continued, the share of them with a success and with a contrast, mean position."""
-    judged = [group for group in groups if is_branch(group) and group.verdicts()]
+    judged = [group for group in groups if is_branch(group) and group.judged]
     values = {"points": float(len(judged))}
     if judged:
         successes = [group.successes(threshold)[0] > 0 for group in judged]

@@ -10,7 +10,14 @@ import ml_collections
 
 from deepgrpo.curriculum.base import Correction, Curriculum, Failure, State
 from deepgrpo.curriculum.chain_pool import FILES, ChainPool
-from deepgrpo.curriculum.feedback import check_failures, check_step, failures_for_teacher, injection_metrics, judged_groups
+from deepgrpo.curriculum.feedback import (
+    check_failures,
+    check_step,
+    failures_for_teacher,
+    injection_metrics,
+    judged_groups,
+    wanted_failures,
+)
 from deepgrpo.curriculum.header import read_header, write_header
 from deepgrpo.curriculum.saved_rows import read_saved, write_saved
 from deepgrpo.curriculum.weighted import STATES, generator
@@ -56,19 +63,19 @@ class ChainCurriculum(Curriculum):
     def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Feeds a step's groups: injected ones to their chains, then dataset ones that failed as a whole, which start chains.
 
-        Rollouts without a verdict count neither way; a group without any verdict is left out.
+        Rollouts without a verdict count neither way; a group with too few (`Group.judged`) is left out.
         """
         check_step(step)
         judged = judged_groups(groups, self._threshold)
         seen = dict.fromkeys(("observations_recorded", "main_failures_seen", "main_failures_enqueued"), 0)
         with self._lock:
             for group, k_succ, k_total in judged:
-                if group.prompt.injected:
+                if group.prompt.injected and (k_succ or self._failures != "none"):  # without a teacher no chain deepens
                     failed = None if k_succ else self._to_teacher(group)
                     prompt_ids = group.prompt.problem.prompt_ids
                     seen["observations_recorded"] += self.pool.observe(prompt_ids, k_succ, k_total, step, failed)
             for group, k_succ, _ in judged:
-                if not group.prompt.injected and not k_succ:
+                if not group.prompt.injected and not k_succ and self._failures != "none":
                     seen["main_failures_seen"] += 1
                     seen["main_failures_enqueued"] += self.pool.main_failure(group.prompt.problem, self._to_teacher(group), step)
         counts = {f"chain_pool/{name}_this_step": float(value) for name, value in seen.items()}
@@ -125,7 +132,7 @@ def create(config: ml_collections.ConfigDict) -> ChainCurriculum:
         pool,
         seed=config.seed,
         threshold=config.rewards.threshold,
-        failures=curriculum.failures,
+        failures=wanted_failures(config),
         injection_ratio=curriculum.injection_ratio,
         strict_reference=config.strict_reference,
     )

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import ml_collections
+
 from deepgrpo.types import Group, Rollout
 
-FAILURES = ("all", "longest_prefix")
+FAILURES = ("all", "longest_prefix", "none")
 
 Judged = tuple[Group, int, int]  # a group with a verdict, its successes, its rollouts with a verdict
 
@@ -17,6 +19,11 @@ def check_step(step: int) -> None:
         raise ValueError(f"step must be >= 0 (-1 means never), got {step}")
 
 
+def wanted_failures(config: ml_collections.ConfigDict) -> str:
+    """`curriculum.failures`, or "none" without a teacher: nothing is queued for one that never comes."""
+    return config.curriculum.failures if config.teacher.enabled else "none"
+
+
 def check_failures(failures: str) -> None:
     """Raises:
     ValueError: it is none of `FAILURES`.
@@ -25,18 +32,22 @@ def check_failures(failures: str) -> None:
         raise ValueError(f"curriculum.failures must be one of {', '.join(FAILURES)}, got {failures!r}")
 
 
-def judged_groups(groups: Sequence[Group], threshold: float) -> list[Judged]:
-    """The groups with any verdict, and their (k_succ, k_total)."""
-    return [(group, *group.successes(threshold)) for group in groups if group.verdicts()]
+def judged_groups(groups: Sequence[Group], threshold: float, failing: bool = False) -> list[Judged]:
+    """The groups that are judged, and their (k_succ, k_total).
+
+    failing: also those with too few verdicts, if one of these is a failure: for pools that conclude from it nothing but that.
+    """
+    counted = [(group, *group.successes(threshold)) for group in groups]
+    return [(g, k_succ, k_total) for g, k_succ, k_total in counted if g.judged or (failing and k_succ < k_total)]
 
 
 def failures_for_teacher(group: Group, threshold: float, failures: str) -> list[Rollout]:
-    """Of a group's failures "all", or those with the "longest_prefix" that a step-checking grader found right: the one.
+    """Of a group's failures "all", "none", or the one with the "longest_prefix" that a step-checking grader found right.
 
     Raises:
       ValueError: longest_prefix, and no failure of the group carries `right_prefix`.
     """
-    failed = group.failures(threshold)
+    failed = [] if failures == "none" else group.failures(threshold)
     if not failed or failures == "all":
         return failed
     graded = [rollout for rollout in failed if rollout.grade.right_prefix is not None]

@@ -12,7 +12,14 @@ import numpy as np
 
 from deepgrpo.curriculum.base import Correction, Curriculum, Failure, State
 from deepgrpo.curriculum.failed_pool import FailedPool, FailedRollout
-from deepgrpo.curriculum.feedback import check_failures, check_step, failures_for_teacher, injection_metrics, judged_groups
+from deepgrpo.curriculum.feedback import (
+    check_failures,
+    check_step,
+    failures_for_teacher,
+    injection_metrics,
+    judged_groups,
+    wanted_failures,
+)
 from deepgrpo.curriculum.flat_pool import FlatEntry, FlatPool
 from deepgrpo.curriculum.header import read_header, write_header
 from deepgrpo.curriculum.saved_rows import read_saved, write_saved
@@ -66,7 +73,7 @@ class FlatCurriculum(Curriculum):
     def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Notes what became of the injected states; the failures of groups without any success go to the teacher.
 
-        Rollouts without a verdict count neither way; a group without any verdict is left out.
+        Rollouts without a verdict count neither way; a group with too few (`Group.judged`) is left out.
         """
         check_step(step)
         judged = judged_groups(groups, self._threshold)
@@ -154,7 +161,7 @@ def create(config: ml_collections.ConfigDict) -> FlatCurriculum:
         ),
         seed=config.seed,
         threshold=config.rewards.threshold,
-        failures=curriculum.failures,
+        failures=wanted_failures(config),
         injection_ratio=curriculum.injection_ratio,
         strict_reference=config.strict_reference,
     )

@@ -13,7 +13,14 @@ import numpy as np
 from deepgrpo.config.forest_folder import Vocabulary, vocabulary_of_model, write_vocabulary
 from deepgrpo.curriculum import forest_start
 from deepgrpo.curriculum.base import Correction, Curriculum, Failure, State
-from deepgrpo.curriculum.feedback import check_failures, check_step, failures_for_teacher, injection_metrics, judged_groups
+from deepgrpo.curriculum.feedback import (
+    check_failures,
+    check_step,
+    failures_for_teacher,
+    injection_metrics,
+    judged_groups,
+    wanted_failures,
+)
 from deepgrpo.curriculum.forest_pool import Forest
 from deepgrpo.curriculum.forest_records import Annotation, tree_key
 from deepgrpo.learner.minibatch import injection_count
@@ -85,13 +92,14 @@ class ForestCurriculum(Curriculum):
         """Feeds a step's groups: injected ones to their nodes, dataset ones, merged by prompt, to the roots; then cleans up.
 
         Of the returned counts, `observations_recorded`, `events_added` and `nodes_retired` are of injected groups only.
-        Rollouts without a verdict count neither as success nor as failure; a group without any verdict is left out and counted.
+        Rollouts without a verdict count neither as success nor as failure; a group with too few verdicts (`Group.judged`) and no
+        failure is left out and counted: nothing is mastered on what is not known.
 
         Raises:
           ValueError: `failures` is "longest_prefix" and no failure of a group has a right prefix; or `step` is negative.
         """
         check_step(step)
-        judged = judged_groups(groups, self._threshold)
+        judged = judged_groups(groups, self._threshold, failing=True)
         seen = dict.fromkeys(("observations_recorded", "events_added", "nodes_retired", "root_events_added"), 0)
         seen |= dict.fromkeys(("root_groups_seen", "root_fail_groups", "root_success_groups"), 0)
         seen |= dict.fromkeys(("root_trees_created", "root_nodes_deactivated"), 0)
@@ -203,7 +211,7 @@ def create(config: ml_collections.ConfigDict) -> ForestCurriculum:
     return ForestCurriculum(
         pool,
         threshold=config.rewards.threshold,
-        failures=config.curriculum.failures,
+        failures=wanted_failures(config),
         injection_ratio=config.curriculum.injection_ratio,
         strict_reference=config.strict_reference,
         vocabulary=vocabulary_of_model(config.model.path) if config.model.path else None,

@@ -15,7 +15,7 @@ from deepgrpo.curriculum.annotated_pool import AnnotatedEntry, AnnotatedPool
 from deepgrpo.curriculum.base import Correction, Curriculum, Failure, State
 from deepgrpo.curriculum.branches import STREAM, is_branch
 from deepgrpo.curriculum.failed_pool import FailedPool, FailedRollout
-from deepgrpo.curriculum.feedback import check_failures, check_step, failures_for_teacher
+from deepgrpo.curriculum.feedback import check_failures, check_step, failures_for_teacher, wanted_failures
 from deepgrpo.curriculum.header import read_header, write_header
 from deepgrpo.curriculum.saved_rows import read_saved, write_saved
 from deepgrpo.curriculum.weighted import FAILURES, STATES, generator
@@ -157,7 +157,7 @@ def create(config: ml_collections.ConfigDict) -> SuffixCurriculum:
         AnnotatedPool(curriculum.annotated_pool_max_size),
         seed=config.seed,
         threshold=config.rewards.threshold,
-        failures=curriculum.failures,
+        failures=wanted_failures(config),
         batch_threshold=keys.batch_threshold,
         branches_per_entry=keys.branches_per_entry,
         strategy=keys.sampling_strategy,

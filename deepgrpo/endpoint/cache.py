@@ -2,7 +2,7 @@
 
 `replies.jsonl`: one JSON object a line, appended only. A reply's key is a hash of what was asked (the request's body and which
 attempt it was), never of when: two equal requests of a run share one reply, so that a replay cannot mix them up whatever its
-timing.
+timing. Instructions are stored once: a message with `shared` begins with so many characters of the first record's message.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 FILE = "replies.jsonl"
+WORTH_SHARING = 64  # characters
 
 
 class ReplayMiss(LookupError):
@@ -31,6 +32,12 @@ def request_key(request: Mapping[str, Any], attempt: int) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
+def _message(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The message of a record's request; empty if it has not exactly one."""
+    messages = record.get("request", {}).get("messages", ())
+    return messages[0] if len(messages) == 1 and isinstance(messages[0].get("content"), str) else {}
+
+
 class _Log:
     """An append-only JSONL file and, in memory, where each key's record starts (replies themselves stay on disk)."""
 
@@ -40,6 +47,7 @@ class _Log:
         self.places: dict[str, _Place] = {}
         self._file = open(path, "a+b" if writable else "rb")  # noqa: SIM115  owned by the cache, closed by it
         self._end = 0
+        self._first = ""  # message of the first record, whose start others share
         self._scan(writable)
 
     def _scan(self, writable: bool) -> None:
@@ -55,6 +63,7 @@ class _Log:
     def _key(self, line: bytes, number: int) -> str:
         try:
             record = json.loads(line)
+            self._first = self._first or _message(record).get("content", "")
             return record["key"]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{self.path}:{number}: not a reply record ({error}); move the file away to start afresh") from error
@@ -62,9 +71,19 @@ class _Log:
     def read(self, key: str) -> dict[str, Any]:
         with self._lock:
             self._file.seek(self.places[key].offset)
-            return json.loads(self._file.readline())
+            record = json.loads(self._file.readline())
+        message = _message(record)
+        if shared := message.pop("shared", 0):
+            message["content"] = self._first[:shared] + message["content"]
+        return record
 
     def append(self, record: Mapping[str, Any]) -> None:
+        message = dict(_message(record))
+        shared = len(os.path.commonprefix([self._first, message.get("content", "")]))
+        if shared >= WORTH_SHARING:
+            message |= {"shared": shared, "content": message["content"][shared:]}
+            record = {**record, "request": {**record["request"], "messages": [message]}}
+        self._first = self._first or message.get("content", "")
         # Lone surrogates, which a reply's JSON may hold, have no UTF-8: backslashreplace writes them as JSON's own escapes.
         line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
         with self._lock:

@@ -7,6 +7,16 @@ from collections.abc import Mapping
 EXPECTED_MISMATCH = {"float32": 1e-3, "bfloat16": 0.05}
 STALE_MISMATCH = 0.2  # of rollouts by an older policy, which differ by what it has learned since
 
+DROPS = {  # counters of what a bound has dropped, and the key that raises it
+    "teacher/events_dropped_capacity": "failures: curriculum.max_events_per_parent, max_events, max_nodes_per_tree",
+    "forest/nodes_refused": "states: curriculum.max_nodes_per_tree",
+    "failed_pool/dropped_capacity": "failures: curriculum.failed_pool_max_size; pool flat: max_events_per_parent, max_events",
+    "failed_pool/dropped_age": "failures: curriculum.failed_pool_max_age",
+    "synthetic_pool/dropped_capacity": "states: curriculum.flat_max_size",
+    "teacher_pool/dropped_capacity": "corrected failures: curriculum.annotated_pool_max_size",
+    "buffer/dropped_capacity": "places to branch: branches.buffer_max_size",
+}
+
 log = logging.getLogger(__name__)
 
 
@@ -33,3 +43,20 @@ def rollout_mismatch(metrics: Mapping[str, float], threshold: float, *dtypes: st
         100 * metrics["rollout_mismatch/ratio_outside"],
     )
     return {"rollout_mismatch/alert": 1.0}
+
+
+class Drops:
+    """Says what bounds drop: the first time, and each time that it has grown tenfold."""
+
+    def __init__(self):
+        self._next = dict.fromkeys(DROPS, 1.0)
+
+    def look(self, metrics: Mapping[str, float]) -> None:
+        for name, what in DROPS.items():
+            count = metrics.get(name, 0.0)
+            if count >= self._next[name]:
+                log.warning(
+                    "a bound has dropped %d %s (%s). The teacher may be too slow for the failures that come", count, what, name
+                )
+                while self._next[name] <= count:
+                    self._next[name] *= 10

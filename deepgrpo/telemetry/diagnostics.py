@@ -16,7 +16,7 @@ from deepgrpo.curriculum.base import Curriculum
 from deepgrpo.learner.learner import Learner
 from deepgrpo.learner.rows import Row
 from deepgrpo.learner.sharding import batch_shards
-from deepgrpo.telemetry import dumps, generation, machine, nodes, paired, prefix_dump, recoverability, teacher_table
+from deepgrpo.telemetry import alerts, dumps, generation, machine, nodes, paired, prefix_dump, recoverability, teacher_table
 from deepgrpo.telemetry.dumps import Decode
 from deepgrpo.types import Group, Problem, Prompt
 
@@ -66,6 +66,7 @@ class Diagnostics:
         self._roots: dict[int, dict[str, Group]] = {}  # paired groups by step and state: steps may overlap
         self._states: list[nodes.Rolled] = []
         self._fetch: nodes.Fetch | None = None
+        self._drops = alerts.Drops()
         self._found: dict[str, float] = {}  # metrics of the step's groups
 
     def timed(self, loop: Loop) -> Loop:
@@ -146,6 +147,7 @@ class Diagnostics:
           rows: that trained. known: the step's other metrics, of the curriculum and the teacher among them.
         """
         found, self._found = self._found, {}
+        self._drops.look(known)
         if self._fetch:
             found |= nodes.scores(self._states, self._fetch(), step)
         self._states, self._fetch = [], None

@@ -24,8 +24,8 @@ class Rolled:
 
 
 def rolled(groups: Sequence[Group], look_up: Callable[[Any], Mapping[str, Any]]) -> list[Rolled]:
-    """The step's hard states with a verdict, as far as the curriculum knows them."""
-    found = [Rolled(g, look_up(g.prompt.node)) for g in groups if g.prompt.injected and g.verdicts()]
+    """The step's hard states that are judged, as far as the curriculum knows them."""
+    found = [Rolled(g, look_up(g.prompt.node)) for g in groups if g.prompt.injected and g.judged]
     return [state for state in found if "created_step" in state.about]
 
 

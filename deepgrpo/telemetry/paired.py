@@ -95,9 +95,9 @@ def metrics(pairs: Sequence[Pair], threshold: float) -> dict[str, float]:
 
 
 def count(pair: Pair, threshold: float) -> Counts | None:
-    """None where one of the groups has no verdict at all."""
+    """None where one of the groups is not judged."""
     prefix, root = pair.prefix.successes(threshold), pair.root.successes(threshold)
-    return Counts(*prefix, *root, pair.about.get("depth_edges")) if prefix[1] and root[1] else None
+    return Counts(*prefix, *root, pair.about.get("depth_edges")) if pair.prefix.judged and pair.root.judged else None
 
 
 def rates(counts: Sequence[Counts]) -> dict[str, float]:

@@ -70,7 +70,7 @@ def record(group: Group, pivot: Pivot, branched: Group, threshold: float) -> dic
         "position_ratio": pivot.ratio,
         "n_branches": k_total,
         "n_success": k_succ,
-        "recoverability": float(k_succ > 0),
+        "recoverability": float(k_succ > 0) if branched.judged or k_succ else None,
         "mean_branch_reward": sum(rewards) / len(rewards) if rewards else None,
         "main_chain_reward": group.rollouts[0].reward,
     }
@@ -78,7 +78,7 @@ def record(group: Group, pivot: Pivot, branched: Group, threshold: float) -> dic
 
 def metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """`recoverability/*` of the records: failed answers, places, and where a success was found."""
-    judged = [r for r in records if r["n_branches"]]
+    judged = [r for r in records if r["recoverability"] is not None]
     answers: dict[str, list[dict[str, Any]]] = {}
     for r in judged:
         answers.setdefault(r["uid"], []).append(r)

@@ -37,7 +37,7 @@ def group_statistics(groups: Sequence[Group], threshold: float) -> dict[str, flo
         "branch_chain": [g for g in groups if g.prompt.stream == "branch"],
     }
     for name, members in streams.items():
-        counts = [(k, n) for k, n in (group.successes(threshold) for group in members) if n]
+        counts = [group.successes(threshold) for group in members if group.judged]
         if not counts:
             continue
         right = sum(k == n for k, n in counts)

@@ -110,7 +110,7 @@ def test_the_rest_of_the_branches_goes_where_the_first_differ():
 
 def test_the_model_learns_from_judged_branches():
     curriculum = InlineBranches(finder(POINTS))
-    prompts = curriculum.expand([main_group([0.0, 0.0])], 1)
+    prompts = [dataclasses.replace(p, n=2) for p in curriculum.expand([main_group([0.0, 0.0])], 1)]
     outcomes = map(scored, [[0.0, 0.0], [0.0, 1.0], [None, None], [None, 0.0]], prompts)
     metrics = curriculum.observe([main_group([0.0, 0.0]), *outcomes], 1)
     judged = [prompts[i].node.ratio for i in (0, 1, 3)]

@@ -92,3 +92,25 @@ def test_a_failed_leader_lets_its_followers_ask(tmp_path):
 
     results = asyncio.run(main())
     assert results[0].kind == "refused" and [r.parsed for r in results[1:]] == ["OK", "OK"] and len(live.requests) == 2
+
+
+def test_instructions_are_stored_once_and_every_request_can_be_read_back(tmp_path):
+    def request(question):
+        return REQUEST | {"messages": [{"role": "user", "content": "Instructions. " * 100 + question}]}
+
+    questions = ["a", "b", "c \u00e9", ""]
+    for attempt in range(2):  # and again on the reopened file
+        cache = ReplyCache(tmp_path)
+        for question in questions:
+            cache.add(request(question), attempt, {"text": question})
+        cache.close()
+    cache = ReplyCache(tmp_path)
+    for question in questions:
+        for attempt in range(2):
+            assert cache.find(request(question), attempt) == {"text": question}
+            assert cache._log.read(request_key(request(question), attempt))["request"] == request(question)
+    assert (tmp_path / FILE).read_text().count("Instructions.") == 100
+    copy = ReplyCache(tmp_path / "copy", replay=tmp_path)
+    for question in reversed(questions):
+        assert copy.find(request(question), 1) == {"text": question}
+    assert copy._log.read(request_key(request("a"), 1))["request"] == request("a")

@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ml_collections import config_dict
 
@@ -30,8 +30,8 @@ DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave 
 )
 
 
-def check_inputs(config: config_dict.ConfigDict, resuming: bool = False) -> list[str]:
-    """Runs every check that needs no weights; returns the warnings.
+def check_inputs(config: config_dict.ConfigDict, resuming: bool = False, found: Sequence[Finding] = ()) -> list[str]:
+    """Runs every check that needs no weights; returns the warnings. found: what the caller has found already.
 
     resuming: the run has a checkpoint. An endpoint that is down then only gives a warning: training goes on without it.
 
@@ -39,7 +39,7 @@ def check_inputs(config: config_dict.ConfigDict, resuming: bool = False) -> list
       ConfigError: the run cannot start; the message lists everything that stands in the way, each with its remedy.
     """
     checks = CHECKS + ((endpoint_problems,) if resuming else (endpoint_problems, forest_problems))
-    findings = []
+    findings = list(found)
     for check in checks:
         found = asked(check, config)
         if resuming and check is endpoint_problems:

@@ -47,19 +47,17 @@ from deepgrpo.loops import dynamic, reasoning, treerl  # noqa: E402
 from deepgrpo.loops.base import Setting, with_branches, with_sampling  # noqa: E402
 from deepgrpo.model.config import ModelConfig  # noqa: E402
 from deepgrpo.model.transformer import abstract_params  # noqa: E402
-from deepgrpo.preflight import check_inputs  # noqa: E402
 from deepgrpo.rewards.grade import rubric_of  # noqa: E402
 from deepgrpo.rewards.setup import open_grading  # noqa: E402
 from deepgrpo.rewards.weighted import part_means  # noqa: E402
 from deepgrpo.rollout.engine import Sampling  # noqa: E402
 from deepgrpo.teacher.setup import open_teacher  # noqa: E402
 from deepgrpo.telemetry import alerts, diagnostics, dumps, statistics  # noqa: E402
-from deepgrpo.telemetry.log import close_log, end_step, open_log  # noqa: E402
+from deepgrpo.telemetry.log import end_step  # noqa: E402
 from deepgrpo.telemetry.metrics import Metrics  # noqa: E402
 from deepgrpo.telemetry.progress import Progress, Timer, told  # noqa: E402
 from deepgrpo.types import Prompt  # noqa: E402
-from deepgrpo.weights import best, hf  # noqa: E402
-from deepgrpo.weights.checkpoint import Checkpoints  # noqa: E402
+from deepgrpo.weights import best, hf, run_folder  # noqa: E402
 from deepgrpo.weights.setup import open_engine, storing  # noqa: E402
 
 log = logging.getLogger("deepgrpo.train")  # by its name: __name__ is __main__ here
@@ -93,18 +91,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
     stack.enter_context(setup)  # inside the channel too, which tells of errors itself
     run = config_lib.run_folder(config)
     rubric_of(config.rewards)  # a reward of the user's that can't be imported ends the run here
-    keep = config.checkpoint
-    label = "" if config.data.selection else best.LABEL
-    checkpoints = Checkpoints(run / "checkpoints", keep.keep, keep.save_best, keep.best_metric, best_label=label)
-    resumed = checkpoints.latest_step()
-    distributed.require_agreement(resumed, f"newest checkpoint in {run}")
-    warnings = check_inputs(config, resuming=resumed is not None)
-    devices = [device.device_kind for device in jax.devices()]
-    notes = config_lib.write_resolved(config, line, resumed is not None, devices) if first else []
-    if first:
-        stack.callback(close_log, open_log(run))
-    for text in warnings + [f"changed since the run began: {note}" for note in notes]:
-        log.warning("%s", text)
+    checkpoints, resumed = run_folder.begin(config, line, stack, first, [device.device_kind for device in jax.devices()])
 
     ################################################################################################################
     #  Tokenizer and data
@@ -250,7 +237,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
         host |= {"grading": grading.state(), "suffix_sft": suffixes.state()}
         if teacher:
             host["teacher"] = teacher.state()
-        metrics_file.sync()
+        host["metrics"] = metrics_file.sync()
         learner.announce("save", step=step)
         with timer("save_checkpoint"):
             checkpoints.save(step, learner.state, host, {"curriculum": curriculum.state})
@@ -321,7 +308,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
             ########################################################################################################
             last = done()
             validates = bool(held_out) and config.validation.every > 0 and (last or step % config.validation.every == 0)
-            saves = last or (keep.every > 0 and step % keep.every == 0)
+            saves = last or (config.checkpoint.every > 0 and step % config.checkpoint.every == 0)
             reached, ended = where(), dataset.passes()
             # A checkpoint holds no half-made step, and nothing else uses the engine meanwhile.
             if rollout.max_staleness and not (saves or validates or watch.recovers(step) or stop.is_set()):

@@ -42,7 +42,7 @@ def find(path: str | pathlib.Path) -> Place:
     if not given.is_dir():
         raise FileNotFoundError(f"{given}: no such folder; {EXPECTED}")
     place = _place(given.absolute(), given)
-    header = _json(place.folder / HEADER)
+    header = read_json(place.folder / HEADER)
     if header.get("pool") != POOL:
         raise ValueError(f"{place.folder}: saved by pool type {header.get('pool')!r}, expected {POOL!r}: it holds no forest")
     if absent := [name for name in FILES if not (place.folder / name).is_file()]:
@@ -85,7 +85,7 @@ def defect(folder: pathlib.Path) -> str | None:
     if not path.is_file():
         return f"{MANIFEST} is missing, so it was never completed"
     try:
-        manifest = _json(path)
+        manifest = read_json(path)
         step, files = manifest["step"], {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
@@ -117,10 +117,10 @@ def vocabulary_of_model(model: str | pathlib.Path) -> Vocabulary | None:
     """The vocabulary of a Hugging Face folder; None if there is no tokenizer in it. Merges don't count: ids mean the same."""
     folder = pathlib.Path(model)
     if (folder / "tokenizer.json").is_file():
-        tokens = _tokens(_json(folder / "tokenizer.json"))
+        tokens = _tokens(read_json(folder / "tokenizer.json"))
     elif (folder / "vocab.json").is_file():
         added = folder / "added_tokens.json"
-        tokens = _json(folder / "vocab.json") | (_json(added) if added.is_file() else {})
+        tokens = read_json(folder / "vocab.json") | (read_json(added) if added.is_file() else {})
     elif (folder / "tokenizer.model").is_file():
         return Vocabulary(str(model), hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest())
     else:
@@ -139,10 +139,10 @@ def _tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
 def vocabulary_of_forest(place: Place) -> Vocabulary | None:
     """What the forest says about itself, else the model of its run; None if neither tells."""
     if (place.folder / VOCABULARY).is_file():
-        return Vocabulary(**_json(place.folder / VOCABULARY))
+        return Vocabulary(**read_json(place.folder / VOCABULARY))
     if place.run is None:
         return None
-    model = _json(place.run / "config.json")["config"]["model.path"]
+    model = read_json(place.run / "config.json")["config"]["model.path"]
     return vocabulary_of_model(model)
 
 
@@ -151,8 +151,13 @@ def write_vocabulary(folder: str | pathlib.Path, vocabulary: Vocabulary) -> None
     (pathlib.Path(folder) / VOCABULARY).write_text(text + "\n", encoding="utf-8")
 
 
-def _json(path: pathlib.Path) -> Any:
+def read_json(path: pathlib.Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+      ValueError: it is not JSON; names the file.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON ({error})") from error

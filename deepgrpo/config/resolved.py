@@ -14,6 +14,7 @@ from ml_collections import config_dict
 
 from deepgrpo.config.command_line import ROOT, CommandLine, flatten
 from deepgrpo.config.errors import ConfigError
+from deepgrpo.config.forest_folder import read_json, vocabulary_of_model
 
 PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "safetensors", "transformers", "tokenizers"),
@@ -55,13 +56,14 @@ def write_resolved(config: config_dict.ConfigDict, line: CommandLine, resuming: 
       ConfigError: the folder is in use and checkpoint.resume is "never", or the resumed run has another value of a key that
         would make it a different run.
     """
-    path = run_folder(config) / "config.json"
+    path, accepted = run_folder(config) / "config.json", config.checkpoint.accept_changes
     record = {
         "config": json.loads(json.dumps(flatten(config))),  # tuples become lists, as they will when read back
         "command_line": list(line.argv),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "git": git_state(),
+        "vocabulary": vocabulary.sha256 if (vocabulary := vocabulary_of_model(config.model.path)) else None,
         "host": {"name": platform.node(), "system": platform.platform(), "cpus": os.cpu_count(), "devices": list(devices)},
     }
     if path.exists() and config.checkpoint.resume == "never":
@@ -69,13 +71,21 @@ def write_resolved(config: config_dict.ConfigDict, line: CommandLine, resuming: 
     notes = []
     record["restarts"] = []
     if path.exists() and resuming:
-        before = json.loads(path.read_text())
+        before = read_json(path)
+        if (was := before.get("vocabulary")) != record["vocabulary"] and was and "vocabulary" not in accepted:
+            raise ConfigError(
+                f"run folder: the tokenizer in {config.model.path} numbers its tokens otherwise than when {path.parent} began,"
+                " whose states and rollouts are of those numbers -> copy that tokenizer back, or choose another --config.name"
+            )
         notes = differences(before, record, config)
         this = {key: record[key] for key in ("command_line", "started", "versions", "git", "host")} | {"changed": notes}
         record = before | {"config": record["config"], "restarts": [*before["restarts"], this][-RESTARTS_KEPT:]}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=2) + "\n")
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(json.dumps(record, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     part.replace(path)
     return notes
 
@@ -98,7 +108,7 @@ def differences(before: dict[str, Any], now: dict[str, Any], config: config_dict
         accept = ",".join([*config.checkpoint.accept_changes, *refused])
         raise ConfigError(
             "\n  ".join([head, *(lines[key] for key in refused)])
-            + "\nrestore them, choose another --config.name, or go on with the new values by "
+            + "\n   -> restore them, choose another --config.name, or go on with the new values by "
             + f"--config.checkpoint.accept_changes={accept}"
         )
     was = before["restarts"][-1]["versions"] if before["restarts"] else before["versions"]

@@ -4,6 +4,8 @@ Opening the file again after a crash drops a torn last line and every line past 
 an uninterrupted run would have written, but for clocks and the counters of a process (`reproducible` leaves them out).
 """
 
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -22,13 +24,15 @@ class Metrics:
     """Appends one record a step. Used by one thread.
 
     run_folder: `<run_dir>/<name>`, made if absent. tensorboard: also write scalars to `<run_folder>/tensorboard`.
-    resumed_step: last step that the loaded checkpoint contains; -1 for a fresh run, which empties the file.
+    resumed_step: last step that the loaded checkpoint contains; -1 for a fresh run, which sets aside what an earlier start wrote.
     """
 
     def __init__(self, run_folder: str | pathlib.Path, tensorboard: bool, resumed_step: int = -1):
         folder = pathlib.Path(run_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
+        if resumed_step < 0:
+            set_aside(self.path)
         self._last = truncate_after(self.path, resumed_step)
         self._file = open(self.path, "ab")
         self._writer = None
@@ -53,11 +57,17 @@ class Metrics:
             for key, value in values.items():
                 self._writer.add_scalar(key, value, step)
 
-    def sync(self) -> None:
-        """Forces everything to disk; call it before a checkpoint is committed, which must not know more than the file."""
+    def sync(self) -> dict[str, str]:
+        """Forces everything to disk; call it before a checkpoint is committed, which must not know more than the file.
+
+        Returns:
+          What the checkpoint keeps of the file, to recognise it by.
+        """
         os.fsync(self._file.fileno())
         if self._writer:
             self._writer.flush()
+        with open(self.path, "rb") as file:
+            return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
     def close(self) -> None:
         if not self._file.closed:
@@ -91,6 +101,11 @@ def read(path: str | pathlib.Path) -> list[dict[str, float]]:
     return [{k: float(v) if isinstance(v, str) else v for k, v in json.loads(line).items()} for line in lines]
 
 
+def last_record(path: pathlib.Path) -> dict[str, float] | None:
+    """The last complete record; None without one. Raises: see `truncate_after`."""
+    return read(path)[-1] if path.exists() and kept_until(path)[1] >= 0 else None
+
+
 def reproducible(record: Mapping[str, float]) -> dict[str, float]:
     """The part of a record that a repeated or resumed run gives again, bit for bit."""
     return {key: value for key, value in record.items() if not OF_THE_PROCESS.search(key)}
@@ -104,17 +119,30 @@ def truncate_after(path: pathlib.Path, step: int) -> int:
     """
     if not path.exists():
         return -1
+    kept, last = kept_until(path, step)
+    os.truncate(path, kept)
+    return last
+
+
+def kept_until(path: pathlib.Path, step: float = math.inf) -> tuple[int, int]:
+    """(bytes of a file's complete lines that are not past `step`, step of the last of them or -1); raises as `truncate_after`."""
     kept, last = 0, -1
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                found = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError) as error:
+                found = json.loads(line)["step"] + 0
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is no metrics record: {line[:80]!r}; move the file away") from error
             if found > step:
                 break
             kept, last = kept + len(line), found
-    os.truncate(path, kept)
-    return last
+    return kept, last
+
+
+def set_aside(path: pathlib.Path) -> None:
+    """Gives a file with content another name: what a run wrote is never emptied."""
+    if path.exists() and path.stat().st_size:
+        number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}.jsonl").exists())
+        path.rename(path.with_suffix(f".{number}.jsonl"))

@@ -186,17 +186,30 @@ class Checkpoints:
         """Steps that have a folder, complete or not, in order."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal() and path.is_dir())
+        names = [path.name for path in self.folder.iterdir() if path.is_dir()]
+        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
     def latest_step(self) -> int | None:
         """The newest step whose folder is complete and undamaged; folders that are not are named in a warning and passed over."""
+        step, defects = self.survey()
+        for passed, problem in defects.items():
+            log.warning("%s is passed over: %s", self.folder / str(passed), problem)
+        return step
+
+    def survey(self) -> tuple[int | None, dict[int, str]]:
+        """(newest step whose folder is complete and undamaged, what is wrong with each newer one).
+
+        Raises:
+          OSError: a folder cannot be read, so that nobody knows.
+        """
+        defects = {}
         for step in reversed(self.steps()):
             problem = defect(self.folder / str(step), hashes=True)
             if problem is None:
                 self._verified.add(step)
-                return step
-            log.warning("%s is passed over: %s", self.folder / str(step), problem)
-        return None
+                return step, defects
+            defects[step] = problem
+        return None, defects
 
     def restore(self, step: int, abstract: Any) -> tuple[Any, dict[str, Any], pathlib.Path]:
         """Reads a checkpoint, laid out for the mesh at hand, whatever mesh wrote it.
@@ -289,11 +302,23 @@ def _manifest(folder: pathlib.Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the folder was never completed, or is not a checkpoint") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise CheckpointError(f"{path} is of format {found}, expected {FORMAT}: use the version of deepgrpo that wrote it")
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise CheckpointError(f"{path} is no manifest of a checkpoint")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {manifest['format']}, expected {FORMAT}: use the version of deepgrpo that wrote it"
+        )
+    try:
+        best, names = manifest["best"], [*manifest["files"], *manifest["arrays"]]
+        whole = int(manifest["step"]) >= 0 and HOST in names and any(name.startswith(f"{ARRAYS}/") for name in names)
+        whole &= all(entry["size"] + 0 >= 0 and entry["sha256"] + "" for entry in manifest["files"].values())
+        whole &= best is None or bool(Best(**best))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} lacks parts, or has others than were written ({type(error).__name__}: {error})") from error
+    if not whole:
+        raise CheckpointError(f"{path} lacks parts: {HOST} and {ARRAYS} are in every checkpoint")
     return manifest
 
 

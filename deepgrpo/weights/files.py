@@ -33,6 +33,14 @@ def replace_text(path: pathlib.Path, text: str) -> None:
     sync(path.parent)
 
 
+def sweep(folder: pathlib.Path) -> None:
+    """Removes what `replace_text` and other writers left half-made in a folder that nobody else writes to."""
+    for pattern in (".*.tmp-*", "*.part", "*/*.part"):
+        for path in folder.glob(pattern):
+            if path.is_file():
+                path.unlink()
+
+
 @contextlib.contextmanager
 def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields an empty temporary folder that becomes `folder` when the block ends, or vanishes when it raises.

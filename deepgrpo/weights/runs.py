@@ -1,11 +1,10 @@
 """Finding a run's checkpoints from outside of it: which step, which model it started from, how it was selected."""
 
 import difflib
-import json
 import pathlib
 from typing import Any
 
-from deepgrpo.config.forest_folder import vocabulary_of_model
+from deepgrpo.config.forest_folder import read_json, vocabulary_of_model
 from deepgrpo.weights.checkpoint import MANIFEST, CheckpointError, Checkpoints, defect
 
 EXPECTED = f"expected a run's folder (with checkpoints/<step>/{MANIFEST}) or one of its steps (with {MANIFEST})"
@@ -48,7 +47,10 @@ def best_step(run: pathlib.Path) -> int:
         raise CheckpointError(
             f"{path}: not found, no validation has competed in this run. Leave out --best for the newest checkpoint"
         )
-    return json.loads(path.read_text(encoding="utf-8"))["step"]
+    step = read_json(path)
+    if not isinstance(step, dict) or not isinstance(step.get("step"), int):
+        raise CheckpointError(f"{path} names no step: it is damaged. Leave out --best, or name the step's folder")
+    return step["step"]
 
 
 def record_of(folder: pathlib.Path) -> dict[str, Any]:
@@ -58,7 +60,10 @@ def record_of(folder: pathlib.Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{record}: not found, so the model the run started from is unknown: name its folder with --model"
         )
-    return json.loads(record.read_text(encoding="utf-8"))
+    found = read_json(record)
+    if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
+        raise CheckpointError(f"{record} is no record of a run: name the model's folder with --model")
+    return found
 
 
 def starting_model(folder: pathlib.Path) -> pathlib.Path:
@@ -91,7 +96,7 @@ def selected_on(folder: pathlib.Path) -> list[str]:
     A step that is the best and the newest counts as chosen: whoever looks at it may have looked because of its score.
     """
     path = folder.parent.parent / "best_checkpoint.json"
-    if not path.is_file() or json.loads(path.read_text(encoding="utf-8"))["step"] != int(folder.name):
+    if not path.is_file() or best_step(path.parent) != int(folder.name):
         return []
     try:
         config = record_of(folder)["config"]

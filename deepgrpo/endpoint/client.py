@@ -247,8 +247,11 @@ class Client:
         while key in self._flights:
             await asyncio.wait([self._flights[key]], timeout=self._remaining(deadline_at))
         if self._cache.charged(key):
+            payload = self._cache.find(request, attempt)
+            if payload.get("lacks") and not self._strict:  # the question is asked again: a new reply, in a place of its own
+                return await self._reply(request, attempt + len(self._schedule), deadline_at)
             self._count("cache_hits")
-            return self._cache.find(request, attempt)
+            return payload
         with self._flight(key):
             self._refuse_over_budget()
             payload = self._cache.find(request, attempt)

@@ -94,6 +94,7 @@ class TeacherWorker:
         self._tasks: dict[asyncio.Task, Failure] = {}
         self._hold_until = 0.0  # loop time before which nothing is asked
         self._unanswered: set[Hashable] = set()  # deferred since the last answer
+        self._outage_said = False  # in the log, since then
         self._deferrals: collections.Counter[Hashable] = collections.Counter()  # of each failure without an answer so far
         self._held: dict[Hashable, _Held] = {}
         self._fatal: BaseException | None = None
@@ -368,8 +369,9 @@ class TeacherWorker:
                 self._hold_back(failure, "report_error")
                 return
             self._curriculum.resolve(failure, None, self.step)
-        if len(self._unanswered) >= self._patience:
-            log.info("the teacher's work goes on, after %d failures in a row without an answer", len(self._unanswered))
+        if self._outage_said:
+            log.info("the teacher's work goes on")
+        self._outage_said = False
         self._unanswered.clear()
         self._deferrals.pop(failure.event, None)
         self._counts["total_attempted"] += 1
@@ -383,12 +385,12 @@ class TeacherWorker:
         self._deferrals[failure.event] += 1
         pauses = min(2.0 ** (self._deferrals[failure.event] - 1), LONGEST_HOLD)
         self._held[failure.event] = _Held(self._now() + pauses * (1.0 if self._synchronous else self._pause), failure)
-        before = len(self._unanswered)
         self._unanswered.add(failure.event)
         if len(self._unanswered) < self._patience:
             return
         self._hold_until = self._loop.time() + self._outage
-        if before < self._patience:
+        if not self._outage_said:
+            self._outage_said = True
             log.warning(
                 "%d failures in a row brought no answer of teacher or grader (the last one: %s). They stay in the queue; "
                 "%s is tried again (teacher.breaker_failures, teacher.breaker_seconds)",

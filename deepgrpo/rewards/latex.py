@@ -4,6 +4,7 @@ Clean text keeps the LaTeX commands of mathematics, and marks prose: `\\text{and
 the later stages can tell words from products of variables. A row break of a matrix becomes ROW.
 """
 
+import functools
 import re
 import unicodedata
 
@@ -244,6 +245,7 @@ def _ascii(raw: str) -> str:
     return "".join(out)
 
 
+@functools.cache
 def _plain(char: str) -> str:
     """ASCII for one character: vulgar fractions, full-width and mathematical digits and letters, Greek; invisible ones vanish."""
     if unicodedata.category(char) in ("Cf", "Cc", "Mn"):

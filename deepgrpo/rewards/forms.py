@@ -372,6 +372,8 @@ def _relation(sides: list[str], operators: list[str], nesting: int) -> Form:
             return Value(Quantity("".join(part + operator for part, operator in zip(sides, [*operators, ""], strict=True))))
         sides, operators = sides[1:], operators[1:]
     rough = next((i for i, operator in enumerate(operators) if operator in _APPROXIMATE), None)
+    if rough == 0 and NAME.fullmatch(canonical(sides[0])):  # x is about 6.4
+        return parse(sides[1], nesting + 1)
     if rough is not None:  # the exact value stands before the approximation
         sides, operators = sides[: rough + 1], operators[:rough]
     if not operators or not all(sides):

@@ -16,9 +16,9 @@ MAX_RAW = 10_000  # characters of a box before cleaning
 _BOX = re.compile(r"\\boxed(?![A-Za-z])")
 _OTHER_BOX = re.compile(marks.BOX)  # where there is none of the first kind
 _RUN = re.compile(r"\s{20,}")
-_JOIN = re.compile(
-    r"[\s$.,;:&\\\[\]()*]*(?:(?:and|or|,|[A-Za-z](?:_\{?\d\}?)?\s*=)[\s$.,;:&\\\[\]()*]*)*"
-)  # what may stand between boxes of one list
+_JOIN = re.compile(  # what may stand between boxes of one list
+    r"(?:[\s$.,;:&\\\[\]()*{}!]|\\q?quad|\\text|\\mbox|\band\b|\bor\b|[A-Za-z](?:_\{?\d\}?)?\s*=)*"
+)
 
 
 #### Boxes

@@ -26,6 +26,7 @@ _TRAILING = re.compile(
     re.DOTALL,
 )
 _ARC = re.compile(r"^(\d+)\s*\\degree\s*(\d+)'(?!')\s*(?:(\d+)'')?$")  # degrees, minutes and seconds
+_SOLAR = re.compile(r"^([-\d.]+(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?-?\d+\}?|e-?\d+)?)\s*([MLR])_\{?\s*\\odot\s*\}?$")
 _DEGREE = re.compile(rf"^(?P<body>.*\S)\s*\\degree\s*{TEXT_OPEN}?\s*(?P<scale>[CFK]?)\s*{TEXT_CLOSE}?$", re.DOTALL)
 
 _PARTS = {  # what one of a unit is made of
@@ -58,6 +59,7 @@ class Quantity:
 def quantity(text: str) -> Quantity:
     """Splits clean text into its number or expression and what it is measured in."""
     text = _ARC.sub(r"(\1+\2/60+0\3/3600)\\degree", text)
+    text = _SOLAR.sub(rf"\1 {TEXT_OPEN}solar \2{TEXT_CLOSE}", text)
     if TEXT_OPEN not in text:
         mark = rf"{TEXT_OPEN}\1{TEXT_CLOSE}"
         text = _PLAIN_WORDS.sub(rf"\1 {TEXT_OPEN}\2{TEXT_CLOSE}", _PLAIN_UNIT.sub(mark, text))

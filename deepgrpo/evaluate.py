@@ -64,7 +64,8 @@ def configure(args: argparse.Namespace, rest: list[str]):
         raise config_lib.ConfigError("data.validation names no set to evaluate on: add --config.data.validation=NAME:PATH")
     needed = config.copy_and_resolve_references()
     needed.data.train, needed.data.selection, needed.teacher.enabled = (), (), False
-    check_inputs(needed)
+    for warning in check_inputs(needed):
+        print(f"warning: {warning}", file=sys.stderr)
     return config, step
 
 

@@ -113,6 +113,7 @@ from deepgrpo.model.transformer import Placement, Transformer, abstract_params  
 from deepgrpo.teacher.prompts import plain_prompt  # noqa: E402
 from deepgrpo.telemetry.plan_tables import show  # noqa: E402
 from deepgrpo.types import as_ids  # noqa: E402
+from deepgrpo.weights.model_folder import context_problems  # noqa: E402
 
 STATES = ("forest", "chain", "flat")  # pools whose states are injected with rollouts of their own
 CHARACTERS_PER_TOKEN = 4  # of English text
@@ -143,7 +144,9 @@ def find_model(config: Any, preset: str, notes: list[str]) -> ModelConfig:
     if preset:
         found, origin = presets.preset(preset), f"--preset={preset}"
     elif (pathlib.Path(config.model.path) / "config.json").is_file():
-        return ModelConfig.from_hf(config.model.path)
+        model = ModelConfig.from_hf(config.model.path)
+        notes += [f"such a run would not start: {what}" for what, _, _ in context_problems(config, model)]
+        return model
     else:
         found, origin = presets.preset(config.model.origin) or presets.preset(config.model.path), f"{config.model.path} is absent"
     if found is None:

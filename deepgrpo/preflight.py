@@ -6,10 +6,8 @@ once per attempt.
 
 import glob
 import importlib.util
-import json
 import os
 import pathlib
-import re
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -104,28 +102,9 @@ def vllm_python_problems(config: config_dict.ConfigDict) -> list[Finding]:
 
 
 def model_problems(config: config_dict.ConfigDict) -> list[Finding]:
-    """The files that a Hugging Face model folder must have; shards are counted against their index."""
-    folder = pathlib.Path(config.model.path)
-    origin = config.model.origin
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", origin):
-        get = f"hf download {origin} --local-dir {folder}   (or point --config.model.path at your copy)"
-    elif origin:
-        get = origin
-    else:
-        get = f"put a Hugging Face model there: hf download OWNER/NAME --local-dir {folder}, or set --config.model.path"
-    if not folder.is_dir():
-        return [Finding(f"model: folder {folder} does not exist", get)]
-    absent = [] if (folder / "config.json").is_file() else ["config.json"]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        absent += [name for name in shards if not (folder / name).is_file()]
-    elif not list(folder.glob("*.safetensors")):
-        absent.append("model.safetensors")
-    has_vocabulary = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
-    if not (has_vocabulary or any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))):
-        absent.append("tokenizer.json")
-    return [Finding(f"model: {folder} lacks {', '.join(absent)}", get)] if absent else []
+    from deepgrpo.weights import model_folder  # which loads the tokenizer
+
+    return model_folder.problems(config)
 
 
 def data_problems(config: config_dict.ConfigDict) -> list[Finding]:

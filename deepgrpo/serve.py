@@ -50,7 +50,7 @@ def main(config) -> int:
             what = f"environment variable {keys.token_env} is not set: the training proves with it that it may use the servers"
             make = f'export {keys.token_env}=$(python -c "import secrets; print(secrets.token_urlsafe())")   here and there'
             problems.insert(0, config_lib.Finding(what, make))
-        if problems:
+        if problems := [problem for problem in problems if problem.fatal]:
             raise config_lib.ConfigError("".join(f"\n- {what}\n  -> {remedy}" for what, remedy, _ in problems))
         jax.config.update("jax_platforms", "cpu")  # the accelerators are vLLM's
         stop = threading.Event()

@@ -20,12 +20,6 @@ def config(tmp_path, monkeypatch):
     return config
 
 
-def complete_model(folder) -> None:
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (folder / name).write_text("{}")
-
-
 def write_train(folder) -> None:
     row = {"question": "1 + 1?", "answer": "#### 2"}
     (folder / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 128)
@@ -49,8 +43,8 @@ def test_everything_missing_is_one_message(config):
         assert part in text, text
 
 
-def test_nothing_missing(config, tmp_path):
-    complete_model(tmp_path / "model")
+def test_nothing_missing(config, tmp_path, student):
+    config.model.path, config.rollout.max_model_len = str(student), 128
     write_train(tmp_path)
     config.teacher.base_url = "oracle"
     assert preflight.check_inputs(config) == []
@@ -67,9 +61,9 @@ def test_incomplete_model_folder(config, tmp_path):
     assert what.endswith("lacks model-2.safetensors, tokenizer.json")
 
 
-def test_a_teacher_that_is_down_does_not_stop_a_resumed_run(config, tmp_path, monkeypatch):
+def test_a_teacher_that_is_down_does_not_stop_a_resumed_run(config, tmp_path, monkeypatch, student):
     monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
-    complete_model(tmp_path / "model")
+    config.model.path, config.rollout.max_model_len = str(student), 128
     write_train(tmp_path)
     config.teacher.base_url = "http://127.0.0.1:9/v1"
     (warning,) = preflight.check_inputs(config, resuming=True)

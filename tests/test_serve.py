@@ -20,7 +20,9 @@ from tests.data import small_tokenizer
 from tests.rollout import fake_vllm_process, tiny
 from tests.rollout.test_vllm_server import descendants, wait_gone
 
-MODEL = dataclasses.replace(tiny.CONFIG, vocab_size=272)  # 12 rows more than the tokenizer has tokens
+MODEL = dataclasses.replace(
+    tiny.CONFIG, vocab_size=272, max_position_embeddings=112
+)  # 12 rows more than the tokenizer has tokens
 
 
 def command(tmp_path, behaviour: str, port: int) -> list[str]:

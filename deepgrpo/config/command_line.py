@@ -57,9 +57,12 @@ def from_command_line(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[
     schema = load(SCHEMA, None)
     config = load(pathlib.Path(line.file), line.argument)
     problems = against_schema(config, schema, line.file)
+    experiments_model = flatten(config).get("model.path")
     for key, text in line.overrides:
         override(config, schema, key, text, problems)
     stop_at(problems, f"{line.file}, with the overrides of the command line")
+    if config.model.path != experiments_model and "model.origin" not in dict(line.overrides):
+        config.model.origin = ""  # says how to get the experiment's model, which another folder is not for
     missing = [key for key, value in flatten(config).items() if value is None]
     stop_at([f"{key} is required: set it in {line.file} or add --config.{key}=VALUE" for key in missing], line.file)
     config = config.copy_and_resolve_references()

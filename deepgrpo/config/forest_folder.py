@@ -117,19 +117,19 @@ def vocabulary_of_model(model: str | pathlib.Path) -> Vocabulary | None:
     """The vocabulary of a Hugging Face folder; None if there is no tokenizer in it. Merges don't count: ids mean the same."""
     folder = pathlib.Path(model)
     if (folder / "tokenizer.json").is_file():
-        tokens = _tokens(read_json(folder / "tokenizer.json"))
+        numbered = tokens(read_json(folder / "tokenizer.json"))
     elif (folder / "vocab.json").is_file():
         added = folder / "added_tokens.json"
-        tokens = read_json(folder / "vocab.json") | (read_json(added) if added.is_file() else {})
+        numbered = read_json(folder / "vocab.json") | (read_json(added) if added.is_file() else {})
     elif (folder / "tokenizer.model").is_file():
         return Vocabulary(str(model), hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest())
     else:
         return None
-    pairs = sorted((number, token) for token, number in tokens.items())
+    pairs = sorted((number, token) for token, number in numbered.items())
     return Vocabulary(str(model), hashlib.sha256(json.dumps(pairs).encode()).hexdigest())
 
 
-def _tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
+def tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
     """{token: id} of a tokenizer.json; a Unigram vocabulary is a list of (token, score) in the order of the ids."""
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     known = dict(vocabulary) if isinstance(vocabulary, dict) else {entry[0]: i for i, entry in enumerate(vocabulary)}

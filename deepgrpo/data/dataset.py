@@ -13,11 +13,12 @@ from deepgrpo.data import readers, templates
 from deepgrpo.data.cells import DataError
 from deepgrpo.data.contamination import overlap
 from deepgrpo.data.tokenizer import Tokenizer
-from deepgrpo.types import Problem
+from deepgrpo.types import Ids, Problem
 
 log = logging.getLogger(__name__)
 
 NAMED = 5  # overlapping questions that the log shows
+TEMPLATE_REMEDY = "mend the chat template of the model's folder, or set --config.data.template to one that the model knows"
 PURPOSE = 0x0D47A  # keeps the order's random stream apart from all others of the same seed
 
 
@@ -71,10 +72,10 @@ def load_problems(
         if row.ground_truth is None:
             bad_keys.append(number)
             continue
-        if row.messages is None:
-            ids = templates.TEMPLATES[template](row.question, tokenizer)
-        else:
-            ids = templates.messages_prompt(row.messages, tokenizer)
+        try:
+            ids = prompt_ids(row, template, tokenizer)
+        except ValueError as error:
+            raise DataError(f"data: {spec}, row {number}: {error}", TEMPLATE_REMEDY) from error
         if len(ids) > max_prompt_length:
             overlong.append(number)
             continue
@@ -85,6 +86,17 @@ def load_problems(
         limit_key = f"data.max_prompt_length (now {max_prompt_length} tokens)"
         raise DataError(f"data: nothing is left of {report}", f"raise --config.{limit_key}, or check the file")
     return problems, report
+
+
+def prompt_ids(row: readers.Row, template: str, tokenizer: Tokenizer) -> Ids:
+    """The prompt of a row: its own chat messages where the file prescribes them, else its question in the template.
+
+    Raises:
+      ValueError: the tokenizer has no chat template, or it refuses the messages.
+    """
+    if row.messages is None:
+        return templates.TEMPLATES[template](row.question, tokenizer)
+    return templates.messages_prompt(row.messages, tokenizer)
 
 
 def load_sets(data: Any, key: str, tokenizer: Tokenizer) -> list[Problem]:

@@ -5,11 +5,10 @@ others are written out here. "gsm8k" and "math_boxed" append the instruction tha
 DEEP-GRPO does. "qwen_math", "r1" and "none" are the prompts of Dr. GRPO's evaluation.
 """
 
-import datetime
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deepgrpo.data.tokenizer import Tokenizer, encode_prompt
+from deepgrpo.data.tokenizer import Tokenizer, at_time, encode_prompt
 from deepgrpo.types import Ids
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -119,7 +118,7 @@ TEMPLATES: dict[str, Callable[[str, Tokenizer], Ids]] = {
 }
 CHAT = ("chat", "gsm8k", "math_boxed")  # those that go through the tokenizer's own chat template
 OPEN_ENDED = ("r1", "none")  # those that close no turn
-CLOCKS = ("1987-06-05T04:32:10", "2031-12-29T23:58:57")  # two times that differ in every part
+TIMES = ("1987-06-05T04:32:10", "2031-12-29T23:58:57")  # two times that differ in every part
 
 #### What else a run must know of a template
 
@@ -133,8 +132,9 @@ def prints_date(name: str, tokenizer: Tokenizer) -> bool:
     if name not in CHAT:
         return False
     ask = [{"role": "user", "content": "QUESTION"}]
-    clocks = [datetime.datetime.fromisoformat(clock).strftime for clock in CLOCKS]
-    made = [{rendered(ask, tokenizer, add_generation_prompt=True, strftime_now=clock) for _ in range(8)} for clock in clocks]
+    own = tokenizer.get_chat_template() if tokenizer.chat_template else ""  # `rendered` says that there is none
+    texts = [at_time(own, time) for time in TIMES]
+    made = [{rendered(ask, tokenizer, add_generation_prompt=True, chat_template=text) for _ in range(8)} for text in texts]
     if max(map(len, made)) > 1:
         raise ValueError("the chat template gives another prompt each time (it draws at random), so no run could be repeated")
     return made[0] != made[1]

@@ -1,17 +1,19 @@
 """Tokenizers from a local Hugging Face folder, the ids that have a token, those that end a response, and prompts with one BOS."""
 
 import datetime
-import functools
 import json
 import logging
 import os
 import pathlib
+import re
 from typing import Any, NamedTuple
 
+from deepgrpo.model.config import read_object
 from deepgrpo.types import Ids, as_ids
 
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase, without importing transformers
 
+CLOCK, CLOCK_END = "{% macro strftime_now(format) %}", "{% endmacro %}\n"
 END_TOKEN_FILES = ("generation_config.json", "config.json")
 
 log = logging.getLogger(__name__)
@@ -59,10 +61,29 @@ def load_tokenizer(path: str, began: str = "") -> Tokenizer:
     import transformers  # takes seconds, which the check of a configuration must not wait for
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    if began:
-        clock = datetime.datetime.fromisoformat(began).strftime
-        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, strftime_now=clock)
+    template = tokenizer.chat_template
+    if began and isinstance(template, dict):
+        tokenizer.chat_template = {name: at_time(text, began) for name, text in template.items()}
+    elif began and template:
+        tokenizer.chat_template = at_time(template, began)
     return tokenizer
+
+
+def at_time(template: str, time: str) -> str:
+    """The chat template for whose `strftime_now` it is always `time`, in ISO; others are returned as they are.
+
+    transformers lends templates the real clock and hands them no other function, so one written in Jinja takes its place, which
+    knows the directives that the template writes down. The newline behind it is not printed, so what follows stays as it was.
+    """
+    if template.startswith(CLOCK):
+        template = template.partition(CLOCK_END)[2]
+    if "strftime_now" not in template:
+        return template
+    clock = datetime.datetime.fromisoformat(time)
+    directives = sorted(set(re.findall(r"%[-_0^#]?[a-zA-Z%]", template)))
+    values = json.dumps([[directive, clock.strftime(directive)] for directive in directives], ensure_ascii=False)
+    replaced = f"{{% for a, b in {values} %}}{{% set made.text = made.text.replace(a, b) %}}{{% endfor %}}{{{{ made.text }}}}"
+    return f"{CLOCK}{{% set made = namespace(text=format) %}}{replaced}{CLOCK_END}{template}"
 
 
 def open_tokenizer(path: str, began: str) -> Opened:
@@ -86,19 +107,25 @@ def stop_ids(path: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     Raises:
       ValueError: none of them names any, or a file names something else than ids.
     """
-    ids: list[int] = []
-    for name in END_TOKEN_FILES:
-        file = pathlib.Path(path) / name
-        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-        given = named if isinstance(named, list) else [] if named is None else [named]
-        if wrong := [number for number in given if type(number) is not int or number < 0]:
-            raise ValueError(f"{file}: eos_token_id holds {wrong[0]!r}, expected a token id or a list of them")
-        ids += given
+    ids = named_end_tokens(path)
     if tokenizer.eos_token_id is not None:
         ids.append(int(tokenizer.eos_token_id))
     if not ids:
         raise ValueError(f"{path}: no end token in {', '.join(END_TOKEN_FILES)} or the tokenizer; responses could never end")
     return tuple(dict.fromkeys(ids))
+
+
+def named_end_tokens(path: str) -> list[int]:
+    """Those that the folder's files name. Raises ValueError, naming the file: something else than ids stands there."""
+    ids: list[int] = []
+    for name in END_TOKEN_FILES:
+        file = pathlib.Path(path) / name
+        named = read_object(file).get("eos_token_id") if file.is_file() else None
+        given = named if isinstance(named, list) else [] if named is None else [named]
+        if wrong := [number for number in given if type(number) is not int or number < 0]:
+            raise ValueError(f"{file}: eos_token_id holds {wrong[0]!r}, expected a token id or a list of them")
+        ids += given
+    return ids
 
 
 def shown(ids: tuple[int, ...], tokenizer: Tokenizer) -> str:

@@ -4,10 +4,11 @@ What the decoder cannot compute exactly is refused here, by name, before any wei
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
+
+from deepgrpo.config.forest_folder import read_json
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -40,6 +41,9 @@ _REQUIRED = (
     "intermediate_size",
     "max_position_embeddings",
 )
+_NEVER_NULL = ("rms_norm_eps", "rope_theta", "tie_word_embeddings")
+_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_COUNTS = (*_REQUIRED[1:], "num_key_value_heads", "head_dim")
 # What an absent key means, as transformers' own configuration classes define it for all three model types.
 _WHEN_ABSENT = {
     "hidden_act": "silu",
@@ -58,7 +62,16 @@ _WHEN_ABSENT = {
     "rope_scaling": None,
     "rope_parameters": None,
     "quantization_config": None,
+    "quantization": None,
 }
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    """The content of a JSON file that holds one object; ValueError, naming the file, for any other content."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a JSON {type(content).__name__}, expected an object")
+    return content
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +119,7 @@ class ModelConfig:
         path = pathlib.Path(folder) / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path}: not found. Expected a Hugging Face model folder (config.json, *.safetensors)")
-        return cls.from_hf_dict(json.loads(path.read_text(encoding="utf-8")), source=str(path))
+        return cls.from_hf_dict(read_object(path), source=str(path))
 
     @classmethod
     def from_hf_dict(cls, hf: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
@@ -114,9 +127,11 @@ class ModelConfig:
         missing = [key for key in _REQUIRED if hf.get(key) is None]
         if missing:
             raise ValueError(f"{source}: missing {', '.join(missing)}. Expected the config.json of a causal language model")
-        hf = {**_WHEN_ABSENT, **hf}
+        hf = {**_WHEN_ABSENT, **hf} | {key: _WHEN_ABSENT[key] for key in _NEVER_NULL if hf.get(key) is None}
         if hf["model_type"] not in ARCHITECTURES:
             raise ValueError(f"{source}: model_type is {hf['model_type']!r}, expected one of {', '.join(sorted(ARCHITECTURES))}")
+        if wrong := _wrong_types(hf):
+            raise ValueError(f"{source}: cannot be the config of a model:\n  " + "\n  ".join(wrong))
         problems = _unsupported(hf)
         rope, rope_problems = _rope(hf)
         problems += rope_problems
@@ -125,6 +140,8 @@ class ModelConfig:
         head_size = hf["head_dim"] or (128 if hf["model_type"] == "qwen3" else hf["hidden_size"] // heads)
         if heads % kv_heads:
             problems.append(f"num_attention_heads is {heads}, expected a multiple of num_key_value_heads ({kv_heads})")
+        if hf["head_dim"] is None and hf["model_type"] != "qwen3" and hf["hidden_size"] % heads:
+            problems.append(f"hidden_size is {hf['hidden_size']}, expected a multiple of num_attention_heads ({heads})")
         if head_size % 2:
             problems.append(f"head_dim is {head_size}, expected an even number")
         if problems:
@@ -184,6 +201,32 @@ class ModelConfig:
         return hf
 
 
+def _wrong_types(hf: Mapping[str, Any]) -> list[str]:
+    """Values that no config of a model has, as `key is ..., expected ...`."""
+    wrong = [
+        f"{key} is {hf[key]!r}, expected {kind}"
+        for kind, keys, fits in (
+            ("a whole number above 0", _COUNTS, lambda value: type(value) is int and value > 0),
+            ("a number above 0", ("rms_norm_eps", "rope_theta"), _is_positive),
+            ("true or false", ("tie_word_embeddings", "use_sliding_window"), lambda value: type(value) is bool),
+            ("a mapping", ("rope_scaling", "rope_parameters"), lambda value: isinstance(value, Mapping)),
+        )
+        for key in keys
+        if hf[key] is not None and not fits(hf[key])
+    ]
+    rope = hf["rope_scaling"] or hf["rope_parameters"]
+    given = {key: rope.get(key) for key in _ROPE_NUMBERS} if isinstance(rope, Mapping) else {}
+    return wrong + [
+        f"{key} of rope is {value!r}, expected a number above 0"
+        for key, value in given.items()
+        if value is not None and not _is_positive(value)
+    ]
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")
+
+
 def _unsupported(hf: Mapping[str, Any]) -> list[str]:
     """Settings outside rope that change what the model computes, as `key is ..., expected ...`."""
     model_type = hf["model_type"]
@@ -195,6 +238,7 @@ def _unsupported(hf: Mapping[str, Any]) -> list[str]:
 
     expect("hidden_act", "silu", "swish")
     expect("quantization_config", None)
+    expect("quantization", None)
     if model_type != "qwen2":  # Qwen2 has biases on q, k and v, and nowhere else, whatever this key says
         expect("attention_bias", False, None)
     if model_type == "llama":

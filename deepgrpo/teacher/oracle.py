@@ -115,10 +115,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_reply(prompt, reply)
 
     def reply(self, prompt: str) -> str:
-        try:
-            slots = prompts.read_slots(prompt)
-        except prompts.ParseError as error:
-            return f"{prompts.ERROR_HEADER}\n{error}"  # like a model, it answers whatever it is asked
+        slots = prompts.read_slots(prompt)
         solution = self.server.oracle.correct(slots.problem, slots.student, slots.verified)
         if solution is None:
             return f"{prompts.ERROR_HEADER}\nThis is not a question that the rule knows."

@@ -21,12 +21,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from safetensors import safe_open
 
+from deepgrpo.config.errors import ConfigError
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.weights import files
+from deepgrpo.weights.tensors import INDEX, Tensor, mismatches, table, weight_files
 
-INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # default size limit of one safetensors file
-_READABLE = {"F32", "F16", "BF16"}
 _WRITABLE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # Files that make up a tokenizer, besides the chat templates (*.jinja).
 _TOKENIZER_FILES = (
@@ -39,66 +39,6 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
 )
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """One row of the table.
-
-    path: keys of the parameter in our tree. name: Hugging Face's, with `{}` for the layer where the parameter is stacked.
-    shape: in our tree, the layer axis included. transposed: Hugging Face stores the last two axes the other way round.
-    """
-
-    path: tuple[str, ...]
-    name: str
-    shape: tuple[int, ...]
-    transposed: bool
-
-    @property
-    def stacked(self) -> bool:
-        return "{}" in self.name
-
-    @property
-    def hf_names(self) -> list[str]:
-        return [self.name.format(layer) for layer in range(self.shape[0])] if self.stacked else [self.name]
-
-    @property
-    def hf_shape(self) -> tuple[int, ...]:
-        shape = self.shape[1:] if self.stacked else self.shape
-        return shape[::-1] if self.transposed else shape
-
-
-def table(config: ModelConfig) -> list[Tensor]:
-    """Every parameter of the decoder: where it is in our tree, and what it is called in a Hugging Face file."""
-    c = config
-    L, D, F, V = c.num_layers, c.width, c.mlp_width, c.vocab_size
-    q, kv = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
-
-    def layer(path: str, suffix: str, *shape: int) -> Tensor:
-        module = path.rpartition("/")[0]
-        name = f"model.layers.{{}}.{module.replace('/', '.')}.{suffix}"
-        return Tensor(("layers", *path.split("/")), name, (L, *shape), transposed=len(shape) == 2)
-
-    rows = [
-        Tensor(("embed_tokens", "embedding"), "model.embed_tokens.weight", (V, D), transposed=False),
-        layer("input_layernorm/scale", "weight", D),
-        layer("self_attn/q_proj/kernel", "weight", D, q),
-        layer("self_attn/k_proj/kernel", "weight", D, kv),
-        layer("self_attn/v_proj/kernel", "weight", D, kv),
-        layer("self_attn/o_proj/kernel", "weight", q, D),
-        layer("post_attention_layernorm/scale", "weight", D),
-        layer("mlp/gate_proj/kernel", "weight", D, F),
-        layer("mlp/up_proj/kernel", "weight", D, F),
-        layer("mlp/down_proj/kernel", "weight", F, D),
-        Tensor(("norm", "scale"), "model.norm.weight", (D,), transposed=False),
-    ]
-    if c.qkv_bias:
-        rows += [layer(f"self_attn/{p}_proj/bias", "bias", n) for p, n in (("q", q), ("k", kv), ("v", kv))]
-    if c.qk_norm:
-        rows += [layer(f"self_attn/{p}_norm/scale", "weight", c.head_size) for p in "qk"]
-    if not c.tie_embeddings:
-        rows += [Tensor(("lm_head", "kernel"), "lm_head.weight", (D, V), transposed=True)]
-    return rows
 
 
 #### reading
@@ -114,6 +54,7 @@ def load(folder: str | os.PathLike, dtype: Any = jnp.float32, shardings: Any = N
 
     Raises:
       FileNotFoundError: no safetensors there.
+      ConfigError: a weight is not finite.
       ValueError: tensors are missing, unknown, or of an unexpected shape or type; every one of them is listed.
     """
     folder = pathlib.Path(folder)
@@ -132,52 +73,33 @@ def load(folder: str | os.PathLike, dtype: Any = jnp.float32, shardings: Any = N
     return params
 
 
-def _open(folder: pathlib.Path, config: ModelConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Opens the folder's files and returns a lazy slice per tensor name, after checking names, shapes and types."""
-    opened, found, origin = {}, {}, {}
-    for path in _weight_files(folder):
-        opened[path.name] = stack.enter_context(safe_open(path, framework="numpy"))
-        for name in opened[path.name].keys():
-            found[name] = opened[path.name].get_slice(name)
-            origin[name] = path.name
-    expected = {name: row.hf_shape for row in table(config) for name in row.hf_names}
-    problems = [f"{name}: missing, expected {shape}" for name, shape in expected.items() if name not in found]
-    extra = {name for name in found if name not in expected and not name.endswith(".rotary_emb.inv_freq")}
-    if config.tie_embeddings:  # our own exports repeat the embedding under this name
-        extra.discard("lm_head.weight")
-    problems += [
-        f"{name} ({origin[name]}): found {tuple(found[name].get_shape())}, expected no such tensor" for name in sorted(extra)
-    ]
-    for name in expected.keys() & found.keys():
-        shape, kind = tuple(found[name].get_shape()), found[name].get_dtype()
-        if shape != expected[name] or kind not in _READABLE:
-            problems.append(f"{name} ({origin[name]}): found {kind} {shape}, expected {'/'.join(_READABLE)} {expected[name]}")
-    if not problems and config.tie_embeddings and "lm_head.weight" in found and not _same(found):
-        problems.append(
-            f"lm_head.weight ({origin['lm_head.weight']}): differs from model.embed_tokens.weight although config.json says "
-            "tie_word_embeddings true; set it to false to keep both"
-        )
-    if problems:
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file, not read yet."""
+
+    file: pathlib.Path
+    slice: Any
+
+
+def _open(folder: pathlib.Path, config: ModelConfig, stack: contextlib.ExitStack) -> dict[str, _Stored]:
+    """Opens the folder's files and returns its tensors by name, after checking names, shapes and types."""
+    if problems := mismatches(folder, config):
         raise ValueError(f"{folder}: the weights do not fit config.json:\n  " + "\n  ".join(problems))
+    found = {}
+    for path in weight_files(folder):
+        file = stack.enter_context(safe_open(path, framework="numpy"))
+        found |= {name: _Stored(path, file.get_slice(name)) for name in file.keys()}
+    if config.tie_embeddings and "lm_head.weight" in found and not _same(found):
+        raise ValueError(
+            f"{folder}: lm_head.weight ({found['lm_head.weight'].file.name}): differs from model.embed_tokens.weight although "
+            "config.json says tie_word_embeddings true; set it to false to keep both"
+        )
     return found
 
 
-def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    index, single = folder / INDEX, folder / "model.safetensors"
-    if not index.is_file():
-        if single.is_file():
-            return [single]
-        there = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
-        raise FileNotFoundError(f"{folder}: found {there}, expected model.safetensors or {INDEX} (no other format is read)")
-    paths = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    if absent := [path.name for path in paths if not path.is_file()]:
-        raise FileNotFoundError(f"{folder}: {INDEX} names files that are not there: {', '.join(absent)}")
-    return paths
-
-
-def _same(found: dict[str, Any]) -> bool:
+def _same(found: dict[str, _Stored]) -> bool:
     """Whether lm_head and embedding are equal, compared in blocks of rows."""
-    head, embedding = found["lm_head.weight"], found["model.embed_tokens.weight"]
+    head, embedding = found["lm_head.weight"].slice, found["model.embed_tokens.weight"].slice
     rows, block = embedding.get_shape()[0], 8192
     if head.get_shape() != embedding.get_shape():
         return False
@@ -185,17 +107,28 @@ def _same(found: dict[str, Any]) -> bool:
     return all(np.array_equal(head[part], embedding[part]) for part in blocks)
 
 
-def _read(row: Tensor, slices: dict[str, Any], dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
-    """The part `index` of a parameter, as an array of `dtype`, reading nothing else from the files."""
+def _read(row: Tensor, stored: dict[str, _Stored], dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+    """The part `index` of a parameter, as an array of `dtype`, reading nothing else from the files.
+
+    Raises:
+      ConfigError: a value is not finite; names the tensor and its file.
+    """
     index = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, row.shape, strict=True))
     inner = index[1:] if row.stacked else index
 
     def one(name: str) -> np.ndarray:
-        part = slices[name][inner[::-1] if row.transposed else inner]
-        return part.T if row.transposed else part
+        part = stored[name].slice[inner[::-1] if row.transposed else inner]
+        part = np.ascontiguousarray(part.T if row.transposed else part, dtype)
+        if not np.isfinite(part).all():
+            wrong, file = int((~np.isfinite(part)).sum()), stored[name].file
+            raise ConfigError(
+                f"model: {file}: {name} holds NaN or infinity in {wrong} of {part.size} values\n   -> the file is damaged, "
+                "or the training that wrote it diverged: get it again, or take an earlier checkpoint"
+            )
+        return part
 
     if not row.stacked:
-        return np.ascontiguousarray(one(row.name), dtype)
+        return one(row.name)
     layers = range(row.shape[0])[index[0]]
     out = np.empty((len(layers), *(part.stop - part.start for part in inner)), dtype)
     for i, layer in enumerate(layers):

@@ -1,14 +1,17 @@
 """Speed of the grading service: ordinary answers a second, what hostile ones cost, and whether verdicts are worth remembering.
 
-    PYTHONPATH=. python benchmarks/grading.py [--workers 2] [--answers 4000] [--deadline 5]
+    python -m benchmarks.grading [--workers 2] [--answers 4000] [--deadline 5]
+    python -m benchmarks.grading --agreement     # with a person, on tests/rewards/out_of_sample.jsonl
 
 Ordinary answers are responses of a few sentences with a boxed result (right, wrong, or spelled otherwise) or a GSM8K solution;
 with `repeated`, each comes eight times, as the rollouts of one prompt do. Hostile ones are towers, sums, deep nesting, long runs
 and unreadable bytes, one at a time: `slowest` is the longest wait. CPU seconds are the workers', their start (about 1 s each)
-included. Needs no accelerator and no data.
+included. Needs no accelerator and no data. The reference and math-verify alone are measured on the mathematics of the file.
 """
 
 import argparse
+import json
+import pathlib
 import random
 import resource
 import time
@@ -72,6 +75,43 @@ def measured(service: GradingService, answers: Sequence[Answer]) -> tuple[float,
     return time.perf_counter() - start, grades
 
 
+def agreement(workers: int) -> None:
+    """Prints how often each way of grading agrees with the person who judged the answers."""
+    text = (pathlib.Path(__file__).parents[1] / "tests/rewards/out_of_sample.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    mathematics = [row for row in rows if row["source"] in ("MATH", "AIME24", "AMC", "Minerva", "OlympiadBench", "GSM8K")]
+    table = Table("grader", "answers", "agreement", "wrongly accepted", "wrongly refused")
+    for grader, of in (("typed", rows), ("typed", mathematics), ("compat_fast", mathematics), ("math-verify", mathematics)):
+        verdicts = [by_math_verify(row) for row in of] if grader == "math-verify" else by_service(grader, of, workers)
+        right = [row["label"] == 1 for row in of]
+        pairs = list(zip(verdicts, right, strict=True))
+        share = f"{sum(v == r for v, r in pairs) / len(of):.1%}"
+        table.add_row(
+            grader, str(len(of)), share, str(sum(v and not r for v, r in pairs)), str(sum(r and not v for v, r in pairs))
+        )
+    Console(width=110).print(table)
+
+
+def by_service(grader: str, rows: Sequence[dict], workers: int) -> list[bool]:
+    answers = []
+    for row in rows:
+        mark = '"####"' if row["source"] == "GSM8K" else "\\boxed{}"  # the reference reads the prompt too
+        asked = f"{row.get('question', 'What is it?')} Explain briefly and put the result after {mark}."
+        prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+        fields = (row["source"], asked, "", row["response"], "stop", row["ground_truth"])
+        answers.append(Answer(*fields, prompt=prompt, ending="<|im_end|>"))
+    with GradingService(workers, 20.0, {row["source"] for row in rows}, Rubric(grader=grader)) as service:
+        return [(grade.reward or 0) >= 0.5 for grade in measured(service, answers)[1]]
+
+
+def by_math_verify(row: dict) -> bool:
+    from math_verify import parse, verify
+
+    keys = row["ground_truth"] if isinstance(row["ground_truth"], list) else [row["ground_truth"]]
+    found = parse(row["response"])
+    return any(verify(parse(key if key.startswith("$") else f"${key.strip()}$"), found) for key in keys)
+
+
 def children_cpu() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -82,7 +122,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--answers", type=int, default=4000)
     parser.add_argument("--deadline", type=float, default=5.0)
+    parser.add_argument("--agreement", action="store_true")
     args = parser.parse_args()
+    if args.agreement:
+        return agreement(args.workers)
     table = Table("grader", "answers", "seconds", "answers/s", "worker CPU s", "slowest s", "no verdict")
     for grader in ("typed", "compat_fast", "compat_full"):
         for name, repeats in (("different", 1), ("repeated", 8)):

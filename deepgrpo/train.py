@@ -38,7 +38,7 @@ from deepgrpo.curriculum import branches, chain, flat, forest, none, suffix_sft 
 from deepgrpo.curriculum import suffixes as suffixes_lib  # noqa: E402
 from deepgrpo.data import dataset as dataset_lib  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
-from deepgrpo.learner import distributed, sharding  # noqa: E402
+from deepgrpo.learner import distributed, nonfinite, sharding  # noqa: E402
 from deepgrpo.learner.attach import find_continuations  # noqa: E402
 from deepgrpo.learner.learner import Learner, PendingUpdate  # noqa: E402
 from deepgrpo.learner.minibatch import least_prompts, step_rows  # noqa: E402
@@ -259,6 +259,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
         return over or 0 < config.train.student_tokens <= student_tokens
 
     setup.done()
+    stack.enter_context(nonfinite.told())
     progress = Progress(config.train, where(), config.telemetry.progress)
     stack.callback(progress.close)
     if step == 0:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from deepgrpo.curriculum.header import saved_counts
 from deepgrpo.curriculum.saved_rows import Saved
 from deepgrpo.curriculum.weighted import sample
 from deepgrpo.types import Ids, Problem
@@ -100,4 +101,4 @@ class AnnotatedPool:
 
     def load(self, saved: Saved) -> None:
         self._entries = list(saved.rows)
-        self._dropped = saved.numbers["dropped_capacity"]
+        self._dropped = saved_counts(saved.numbers, {"dropped_capacity": 0})["dropped_capacity"]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepgrpo.curriculum.forest_records import NEVER, own_ids
+from deepgrpo.curriculum.header import saved_counts
 from deepgrpo.curriculum.pivots import Pivot
 from deepgrpo.curriculum.saved_rows import Saved
 from deepgrpo.curriculum.weighted import sample
@@ -102,4 +103,4 @@ class BranchBuffer:
         return Saved(list(self._points), dict(self._counts))
 
     def load(self, saved: Saved) -> None:
-        self._points, self._counts = list(saved.rows), dict(saved.numbers)
+        self._points, self._counts = list(saved.rows), saved_counts(saved.numbers, dict.fromkeys(self._counts, 0))

@@ -17,7 +17,7 @@ from deepgrpo.curriculum import pivots as pivots_lib
 from deepgrpo.curriculum.base import Curriculum, State
 from deepgrpo.curriculum.branch_buffer import BranchBuffer, BranchPoint
 from deepgrpo.curriculum.feedback import check_step
-from deepgrpo.curriculum.header import read_header, write_header
+from deepgrpo.curriculum.header import as_saved, read_header, write_header
 from deepgrpo.curriculum.partition import Partition
 from deepgrpo.curriculum.pivots import PIVOTS, PivotModel, candidates
 from deepgrpo.curriculum.saved_rows import read_saved, write_saved
@@ -120,7 +120,7 @@ class InlineBranches(Curriculum):
 
     def restore(self, folder: str) -> None:
         header = read_header(folder, INLINE, VERSION)
-        with self._lock:
+        with as_saved(folder), self._lock:
             self.finder.model.restore(header["pivot_model"])
 
 
@@ -185,7 +185,7 @@ class BufferedBranches(Curriculum):
     def restore(self, folder: str) -> None:
         header = read_header(folder, BUFFERED, VERSION)
         points = read_saved(folder, "branch_buffer", BranchPoint)
-        with self._lock:
+        with as_saved(folder), self._lock:
             self.finder.model.restore(header["pivot_model"])
             self.buffer.load(points)
 

@@ -18,7 +18,7 @@ from deepgrpo.curriculum.feedback import (
     judged_groups,
     wanted_failures,
 )
-from deepgrpo.curriculum.header import read_header, write_header
+from deepgrpo.curriculum.header import as_saved, read_header, write_header
 from deepgrpo.curriculum.saved_rows import read_saved, write_saved
 from deepgrpo.curriculum.weighted import STATES, generator
 from deepgrpo.learner.minibatch import injection_count
@@ -116,7 +116,7 @@ class ChainCurriculum(Curriculum):
     def restore(self, folder: str) -> None:
         read_header(folder, POOL, VERSION)
         saved = {name: read_saved(folder, name, record) for name, record in FILES.items()}
-        with self._lock:
+        with as_saved(folder), self._lock:
             self.pool.load(saved)
 
 

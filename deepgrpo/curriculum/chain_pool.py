@@ -16,12 +16,14 @@ import numpy as np
 
 from deepgrpo.curriculum.base import Correction, Failure
 from deepgrpo.curriculum.forest_records import NEVER, own_ids, tree_key
+from deepgrpo.curriculum.header import saved_counts
 from deepgrpo.curriculum.saved_rows import Saved
 from deepgrpo.curriculum.weighted import weighted_sample
 from deepgrpo.types import Ids, Problem
 
 LEARNING, DEEPENING, COMPLETED, ABANDONED = "learning", "deepening_requested", "completed", "abandoned"
 TERMINAL = (COMPLETED, ABANDONED)
+STATES = (LEARNING, DEEPENING, *TERMINAL)
 LOG_LENGTH = 64  # newest transitions kept of a chain
 
 COUNTERS = ("retreats", "masters", "completed_cumulative", "abandoned_cumulative", "deepening_requests", "teacher_successes")
@@ -323,14 +325,19 @@ class ChainPool:
 
     def load(self, saved: dict[str, Saved]) -> None:
         """Replaces the content. Chains that were with the teacher wait again: dispatched ones first, drained ones last."""
-        numbers = dict(saved["chains"].numbers)
+        numbers = saved_counts(saved["chains"].numbers, dict.fromkeys((*COUNTERS, "next_chain", "next_event"), 0))
         self._next_chain, self._next_event = numbers.pop("next_chain"), numbers.pop("next_event")
         self._counts, self._in_flight = numbers, {}
         failures, nodes = iter(saved["chain_failures"].rows), iter(saved["chain_nodes"].rows)
         chains = [_chain(row, [_node(next(nodes), failures) for _ in range(row.num_nodes)]) for row in saved["chains"].rows]
         self._chains = {tree_key(chain.problem.prompt_ids): chain for chain in chains}
-        keys = list(self._chains)
-        self._queue = collections.deque(keys[row.chain] for row in saved["chain_queue"].rows)
+        keys, places = list(self._chains), [row.chain for row in saved["chain_queue"].rows]
+        known = all(chain.state == COMPLETED or (chain.nodes and chain.state in STATES) for chain in chains)
+        if not known or len(keys) < len(chains) or not all(0 <= place < len(keys) for place in places):
+            raise ValueError("a chain without a state, two chains of one prompt, or a queue of chains that there are not")
+        if next(failures, None) or next(nodes, None):
+            raise ValueError("more nodes than the chains, or more failures than the nodes, say that they have")
+        self._queue = collections.deque(keys[place] for place in places)
         queued = set(self._queue)
         self._queue += [key for key, chain in self._chains.items() if chain.state == DEEPENING and key not in queued]
 

@@ -20,6 +20,7 @@ import numpy as np
 from deepgrpo.curriculum.base import Failure
 from deepgrpo.curriculum.forest_order import SortedKeys
 from deepgrpo.curriculum.forest_records import NEVER, own_ids, tree_key
+from deepgrpo.curriculum.header import saved_counts
 from deepgrpo.curriculum.saved_rows import Saved
 from deepgrpo.types import Ids, Problem
 
@@ -148,11 +149,16 @@ class FailedPool:
 
     def load(self, saved: Saved) -> None:
         """Replaces the content; what was in flight waits again. What the other mode saved is not taken over, with a warning."""
-        numbers = dict(saved.numbers)
+        numbers = saved_counts(saved.numbers, dict.fromkeys((*self._counts, "priority", "in_flight"), 0))
         priority, in_flight = bool(numbers.pop("priority")), numbers.pop("in_flight")
+        events = [failed.event for failed in saved.rows]
+        if in_flight > len(events) or len(set(events)) < len(events) or max(events, default=-1) >= numbers["enqueued"]:
+            raise ValueError(
+                "failed_pool.json: a failure comes twice, the next number is in use, or more are in flight than there are"
+            )
         self._waiting.clear()
         self._in_flight = {}
-        self._counts = dict.fromkeys(self._counts, 0) | numbers  # an older snapshot has fewer
+        self._counts = numbers
         if priority != self._priority:
             names = ("bounded", "priority")
             message = "%d failed rollouts were saved in %s mode, this pool is in %s mode: they are left out"

@@ -21,11 +21,11 @@ from deepgrpo.curriculum.feedback import (
     wanted_failures,
 )
 from deepgrpo.curriculum.flat_pool import FlatEntry, FlatPool
-from deepgrpo.curriculum.header import read_header, write_header
+from deepgrpo.curriculum.header import as_saved, read_header, write_header
 from deepgrpo.curriculum.saved_rows import read_saved, write_saved
 from deepgrpo.curriculum.weighted import FAILURES, STATES, generator
 from deepgrpo.learner.minibatch import injection_count
-from deepgrpo.types import Group
+from deepgrpo.types import Group, as_ids
 
 POOL, VERSION = "flat", 1
 
@@ -101,12 +101,13 @@ class FlatCurriculum(Curriculum):
 
     def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
         """Returns "added", "failed" (no correction: the failure is forgotten) or "stale" (the failure is not in flight)."""
+        # What cannot be taken in raises here, while the failure is still known.
+        state_ids = None if correction is None else as_ids(np.concatenate([failure.state_ids, correction.prefix_ids]))
         with self._lock:
             if self.failed.settle(failure.event) is None:
                 return "stale"
             if correction is None:
                 return "failed"
-            state_ids = np.concatenate([failure.state_ids, correction.prefix_ids])
             self.pool.add(failure.problem, state_ids, prior(len(correction.prefix_ids), len(correction.suffix_ids)), step)
             return "added"
 
@@ -132,7 +133,7 @@ class FlatCurriculum(Curriculum):
     def restore(self, folder: str) -> None:
         read_header(folder, POOL, VERSION)
         pool, failed = read_saved(folder, "flat_pool", FlatEntry), read_saved(folder, "failed_pool", FailedRollout)
-        with self._lock:
+        with as_saved(folder), self._lock:
             self.pool.load(pool)
             self.failed.load(failed)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepgrpo.curriculum.forest_records import NEVER, own_ids, tree_key
+from deepgrpo.curriculum.header import saved_counts
 from deepgrpo.curriculum.saved_rows import Saved
 from deepgrpo.curriculum.weighted import weighted_sample
 from deepgrpo.types import Ids, Problem
@@ -158,7 +159,10 @@ class FlatPool:
         return Saved(self.entries(), dict(self._counts))
 
     def load(self, saved: Saved) -> None:
-        self._entries, self._groups, self._counts = {}, {}, dict(saved.numbers)
+        self._entries, self._groups, self._counts = {}, {}, saved_counts(saved.numbers, dict.fromkeys(self._counts, 0))
+        handles = [entry.handle for entry in saved.rows]
+        if len(set(handles)) < len(handles) or max(handles, default=-1) >= self._counts["next_handle"]:
+            raise ValueError("flat_pool.json: a handle comes twice, or the next one is in use")
         for entry in saved.rows:
             self._insert(entry)
 

@@ -260,7 +260,9 @@ class Forest:
         is no annotation), invalid (not a strict extension of the parent's state, or too long), duplicate (the tree
         has that state), invalid (no teacher suffix), refused (the tree is full), child_created.
         """
-        child_digest = None if annotation is None else digest(np.asarray(annotation.state_ids, np.int32))
+        if annotation is not None:  # what cannot be taken in raises here, while the event is still known
+            annotation = annotation.owned()
+            child_digest = digest(annotation.state_ids)
         with self._lock:
             index, counters = self._index, self._counters
             answered = index.events.get(event)
@@ -297,18 +299,17 @@ class Forest:
 
     def _insert(self, tree: Tree, parent: Node, event: Event, annotation: Annotation, step: int) -> int:
         index, (event_step, event_id, _, response_ids) = self._index, event
-        failed_suffix = response_ids[:0] if annotation.failed_suffix_ids is None else annotation.failed_suffix_ids
+        failed_suffix = own_ids(response_ids[:0]) if annotation.failed_suffix_ids is None else annotation.failed_suffix_ids
         origin = Origin(
             event=event_id,
             event_step=event_step,
             response_ids=response_ids,
-            failed_suffix_ids=own_ids(failed_suffix),
-            suffix_ids=own_ids(annotation.suffix_ids),
+            failed_suffix_ids=failed_suffix,
+            suffix_ids=annotation.suffix_ids,
             reward=annotation.reward,
         )
-        state_ids = own_ids(annotation.state_ids)
         forest_history.grown(index.history, tree, event_step, step)
-        child = Node(self._new_node_id(), tree.key, parent.id, state_ids, step, origin)
+        child = Node(self._new_node_id(), tree.key, parent.id, annotation.state_ids, step, origin)
         index.add_node(tree, child)
         tree.last_updated_step = step
         self._counters.succeeded += 1

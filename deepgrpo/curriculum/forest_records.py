@@ -89,6 +89,11 @@ class Annotation:
     reward: float | None = None
     failed_suffix_ids: Ids | None = None
 
+    def owned(self) -> "Annotation":
+        """The same with ids that can be kept by reference."""
+        lists = {name: getattr(self, name) for name in ("state_ids", "suffix_ids", "failed_suffix_ids")}
+        return dataclasses.replace(self, **{name: None if ids is None else own_ids(ids) for name, ids in lists.items()})
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SuffixEntry:

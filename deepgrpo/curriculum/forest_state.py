@@ -27,11 +27,12 @@ from typing import Any
 import numpy as np
 
 from deepgrpo.curriculum.forest_index import Index
-from deepgrpo.curriculum.forest_records import Event, History, Node, Origin, Tree, tree_key
-from deepgrpo.curriculum.header import read_header, write_header
-from deepgrpo.types import Ids, Problem
+from deepgrpo.curriculum.forest_records import Counters, Event, History, Node, Origin, Tree, tree_key
+from deepgrpo.curriculum.header import NAME, as_saved, read_columns, read_header, saved_counts, write_header
+from deepgrpo.types import Ids, Problem, as_ids
 
 POOL, VERSION = "forest", 1
+NO_IDS = as_ids([])
 _SLICE = 2000  # trees, nodes and events copied under one hold of the lock: about 1 ms
 
 _TREE_HISTORY = ("mastered", "before_succ", "before_total", "after_succ", "after_total")
@@ -246,13 +247,18 @@ def read(folder: str, index: Index) -> dict[str, int]:
     """Fills an empty index from a folder, with every event waiting; returns the counters and next handles.
 
     Raises:
-      ValueError: the folder's pool type or format version is another one.
+      NotAsSaved: the folder's pool type or format version is another one, or a file is absent, damaged or unlike the others.
     """
     header = read_header(folder, POOL, VERSION)
-    with _collector_paused():
+    with _collector_paused(), as_saved(folder):
         _fill(index, pathlib.Path(folder))
-    index.history = History(**header.get("history", {}))  # older snapshots have none
-    return header["counters"]
+    with as_saved(pathlib.Path(folder) / NAME):
+        index.history = History(**header.get("history", {}))  # older snapshots have none
+        known = dataclasses.asdict(Counters()) | {"next_node": 0, "next_event": 0}
+        found = saved_counts(header["counters"], known)
+        if max(index.nodes, default=-1) >= found["next_node"] or max(index.events, default=-1) >= found["next_event"]:
+            raise ValueError("the next handles are in use")
+    return found
 
 
 @contextlib.contextmanager
@@ -270,18 +276,41 @@ def _collector_paused() -> Iterator[None]:
 def _fill(index: Index, path: pathlib.Path) -> None:
     trees, events = _Columns(path / "trees.npz"), _Columns(path / "events.npz")
     nodes = _read_nodes(_Columns(path / "nodes.npz"), _read_origins(_Columns(path / "origins.npz")))
-    problems = json.loads((path / "problems.json").read_text(encoding="utf-8"))
+    with as_saved(path / "problems.json"):
+        problems = json.loads((path / "problems.json").read_text(encoding="utf-8"))
+        if len(problems) != len(trees["created_step"]):
+            raise ValueError(f"{len(problems)} problems, but trees.npz has {len(trees['created_step'])} trees")
+        for fields in problems:
+            Problem(prompt_ids=NO_IDS, **fields)  # raises where a name is unknown or absent
     for problem, *numbers in zip(problems, *map(trees.ints, _TREE_COLUMNS), strict=True):
         row = dict(zip(_TREE_COLUMNS, numbers, strict=True))
-        _add_tree(index, problem, row, [next(nodes) for _ in range(row.pop("num_nodes"))])
+        _add_tree(index, problem, row, list(itertools.islice(nodes, row.pop("num_nodes"))))
+    if next(nodes, None) is not None:
+        raise ValueError("nodes.npz has more nodes than the trees of trees.npz")
     rows = zip(*map(events.ints, ("step", "id", "node")), events.lists("response_ids"), strict=True)
     for event in sorted(rows, key=lambda event: event[1]):  # order of arrival
-        node = index.nodes[event[2]]
+        node = index.nodes.get(event[2])
+        if node is None or event[1] in index.events:
+            raise ValueError(f"events.npz: event {event[1]} comes twice, or its node {event[2]} is in no tree")
         index.push(index.trees[node.tree], node, event)
 
 
 def _add_tree(index: Index, row: dict[str, Any], numbers: dict[str, int], nodes: list[tuple[Node, dict[str, int]]]) -> None:
-    """Adds a tree by the index's own transitions, which rebuild all orders and totals."""
+    """Adds a tree by the index's own transitions, which rebuild all orders and totals.
+
+    Raises:
+      ValueError: its nodes are no tree: a root, and states that each extend an earlier one, all different.
+    """
+    seen: dict[int, Node] = {}
+    for node, _ in nodes:
+        parent = seen.get(node.parent)
+        known = 0 if parent is None else len(parent.ids)
+        extends = parent is not None and len(node.ids) > known and np.array_equal(node.ids[:known], parent.ids)
+        if node.id in index.nodes or node.id in seen or not (extends if seen else node.parent is None):
+            raise ValueError(f"nodes.npz: node {node.id} comes twice, or does not extend its parent {node.parent}")
+        seen[node.id] = node
+    if len({node.ids.tobytes() for node, _ in nodes}) < max(len(nodes), 1) or tree_key(nodes[0][0].ids) in index.trees:
+        raise ValueError("trees.npz: a tree without nodes, a state that comes twice in its tree, or two trees of one prompt")
     root_ids = nodes[0][0].ids
     tree = Tree(tree_key(root_ids), Problem(prompt_ids=root_ids, **row), [], **numbers)
     index.add_tree(tree)
@@ -319,20 +348,21 @@ class _Columns:
     """The columns of one npz file, in memory."""
 
     def __init__(self, path: pathlib.Path):
-        with np.load(path, allow_pickle=False) as arrays:
-            self._arrays: dict[str, np.ndarray] = dict(arrays.items())
+        self._arrays, self._path = read_columns(path), path
 
     def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._arrays:
+            raise ValueError(f"{self._path.name} has no column {name}")
         return self._arrays[name]
 
     def ints(self, name: str) -> list[int]:
         if name in _YOUNGER and name not in self._arrays:
-            return [0] * len(self._arrays["created_step"])
-        return self._arrays[name].tolist()
+            return [0] * len(self["created_step"])
+        return self[name].tolist()
 
     def lists(self, name: str) -> Iterator[Ids]:
         """A column of token lists, each as a buffer of its own: a view would keep the whole file in memory."""
-        values, offsets = self._arrays[name], self._arrays[f"{name}_offsets"].tolist()
+        values, offsets = self[name], self[f"{name}_offsets"].tolist()
         for start, stop in itertools.pairwise(offsets):
             ids = values[start:stop].copy()
             ids.flags.writeable = False

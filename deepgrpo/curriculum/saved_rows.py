@@ -9,11 +9,14 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
+from deepgrpo.curriculum.header import as_saved, read_columns, saved_counts
 from deepgrpo.types import Ids, Problem, as_ids
 
 Record = TypeVar("Record")
@@ -65,19 +68,36 @@ def write_saved(folder: str, name: str, saved: Saved) -> None:
 
 
 def read_saved(folder: str, name: str, record: type[Record]) -> Saved:
-    """Returns what `write_saved` was given; `record` is the class of its rows."""
+    """Returns what `write_saved` was given; `record` is the class of its rows.
+
+    Raises:
+      NotAsSaved: a file is absent or damaged, or of other records; names it.
+    """
     path = pathlib.Path(folder)
-    content = json.loads((path / f"{name}.json").read_text(encoding="utf-8"))
-    with np.load(path / f"{name}.npz", allow_pickle=False) as arrays:
-        columns = {key: arrays[key] for key in arrays.files}
-    problems = [Problem(**fields | {"prompt_ids": as_ids(fields["prompt_ids"])}) for fields in content["problems"]]
-    holders = [field.name for field in dataclasses.fields(record) if field.type is Problem]
-    lists = {key: _split(columns[key], columns[f"{key}_offsets"]) for key in columns if f"{key}_offsets" in columns}
-    rows = [
-        record(**fields | {key: problems[fields[key]] for key in holders} | {key: lists[key][i] for key in lists})
-        for i, fields in enumerate(content["rows"])
-    ]
-    return Saved(rows, content["numbers"])
+    columns = read_columns(path / f"{name}.npz")
+    with as_saved(path / f"{name}.json"):
+        content = json.loads((path / f"{name}.json").read_text(encoding="utf-8"))
+        problems = [Problem(**fields | {"prompt_ids": as_ids(fields["prompt_ids"])}) for fields in content["problems"]]
+        fields_of = {field.name: field.type for field in dataclasses.fields(record)}
+        lists = {key: _split(columns[key], columns[f"{key}_offsets"]) for key in columns if f"{key}_offsets" in columns}
+        if wrong := [key for key, values in lists.items() if len(values) != len(content["rows"])]:
+            raise ValueError(f"{len(content['rows'])} rows, but {name}.npz has {len(lists[wrong[0]])} of {wrong[0]}")
+        rows = []
+        for i, fields in enumerate(content["rows"]):
+            for key, value in fields.items():
+                expected = int if fields_of[key] is Problem else fields_of[key]
+                if not _fits(value, expected) or (fields_of[key] is Problem and not 0 <= value < len(problems)):
+                    raise ValueError(f"row {i}: {key} is {value!r}, expected {getattr(expected, '__name__', expected)}")
+            held = {key: problems[value] for key, value in fields.items() if fields_of[key] is Problem}
+            rows.append(record(**fields | held | {key: values[i] for key, values in lists.items()}))
+        return Saved(rows, saved_counts(content["numbers"], dict.fromkeys(content["numbers"], 0)))
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    """Whether a JSON value is of a field's type; true and false are no numbers."""
+    parts = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
+    kinds = tuple(typing.get_origin(part) or part for part in parts)
+    return isinstance(value, (*kinds, int) if float in kinds else kinds) and (bool in kinds or not isinstance(value, bool))
 
 
 def _split(values: np.ndarray, offsets: np.ndarray) -> list[Ids]:

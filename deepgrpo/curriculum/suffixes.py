@@ -16,7 +16,7 @@ from deepgrpo.curriculum.base import Correction, Curriculum, Failure, State
 from deepgrpo.curriculum.branches import STREAM, is_branch
 from deepgrpo.curriculum.failed_pool import FailedPool, FailedRollout
 from deepgrpo.curriculum.feedback import check_failures, check_step, failures_for_teacher, wanted_failures
-from deepgrpo.curriculum.header import read_header, write_header
+from deepgrpo.curriculum.header import as_saved, read_header, write_header
 from deepgrpo.curriculum.saved_rows import read_saved, write_saved
 from deepgrpo.curriculum.weighted import FAILURES, STATES, generator
 from deepgrpo.types import Group, Ids, as_ids
@@ -143,7 +143,7 @@ class SuffixCurriculum(Curriculum):
         read_header(folder, POOL, VERSION)
         annotated = read_saved(folder, "annotated_pool", AnnotatedEntry)
         failed = read_saved(folder, "failed_pool", FailedRollout)
-        with self._lock:
+        with as_saved(folder), self._lock:
             self.annotated.load(annotated)
             self.failed.load(failed)
             self._taken = {}

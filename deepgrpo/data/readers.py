@@ -20,7 +20,7 @@ from deepgrpo.rewards.gsm8k import numbers
 from deepgrpo.rewards.sources import canonical
 
 VERL = {
-    "prompt": [{"role": TEXT, "content": TEXT}],
+    "prompt": [{"role": TEXT, "content": LINE}],  # an empty system message is one
     "reward_model": {},
     "data_source": TEXT,
     "extra_info": Maybe({}),
@@ -92,8 +92,8 @@ def verl(path: str) -> list[Row]:
         key, source = row["reward_model"].get("ground_truth"), row["data_source"]
         key = key["target"] if isinstance(key, Mapping) and key.keys() == {"target"} else key  # as Search-R1 stores it
         read.append(_verl_row(row, usable_key(key, source)))
-        extra = problem(read[-1].extra, PLAIN, "extra_info")
-        if text := problem(key, Maybe(key_kind(source)), "reward_model.ground_truth") or extra:
+        others = problem(read[-1].extra, PLAIN, "extra_info") or problem(read[-1].question, TEXT, "prompt, its user's message,")
+        if text := problem(key, Maybe(key_kind(source)), "reward_model.ground_truth") or others:
             wrong.append(f"row {number}: {text}")
     refuse(path, wrong)
     return read
@@ -136,6 +136,8 @@ def several_turns(row: Mapping[str, Any]) -> str:
             return name
     if found := next((name for name in ("images", "videos", "audios") if _filled(row.get(name))), ""):
         return f"column {found}"
+    if any(_filled(message.get("tool_calls")) for message in row["prompt"]):
+        return "a message with tool_calls"
     last = row["prompt"][-1]["role"]
     other = next((m["role"] for m in row["prompt"] if m["role"] in ("tool", "function")), "")
     return f"a message of role {other!r}" if other else f"a last message of role {last!r}" if last == "assistant" else ""

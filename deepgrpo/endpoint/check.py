@@ -27,9 +27,12 @@ def problems(config: ml_collections.ConfigDict, names: Sequence[str]) -> list[Fi
 
     async def ask(name: str) -> None:
         client, seconds = open_client(config, name), SECONDS - LAST_WORD
+        served = asyncio.create_task(client.served(seconds))
         try:
-            answers[name] = tuple(await asyncio.gather(client.check(seconds), client.served(seconds)))
+            error = await client.check(seconds)
+            answers[name] = error, await served if error else None
         finally:
+            served.cancel()
             await client.aclose()
 
     async def ask_all() -> None:

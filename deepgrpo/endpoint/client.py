@@ -340,7 +340,8 @@ class Client:
             self._count(f"http_{error.kind}")
             if body or error.kind in ("timeout", "junk"):  # the endpoint has worked, and may want to be paid
                 prompt = replies.estimate(replies.prompt_text(request))
-                self._budget.charge(Cost(prompt, replies.estimate(body) if body else 0), of_use=False)
+                completion = min(replies.estimate(body), request.get("max_tokens", replies.MOST_TOKENS)) if body else 0
+                self._budget.charge(Cost(prompt, completion), of_use=False)
             if error.kind == "rate_limit":
                 raise  # "slow down" is a living endpoint's word
             if isinstance(error, Refused) and self.health.blames(request["messages"][-1]["content"]):

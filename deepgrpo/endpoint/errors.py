@@ -78,7 +78,7 @@ _PARAMETERS = (  # what a refusal names, and the key that sends it
     (r"model", "--config.{name}.model=a model that the endpoint serves"),
 )
 _KINDS = {
-    "access": "check --config.{name}.base_url, --config.{name}.model and the key in {key}",
+    "access": "check --config.{name}.base_url (it mostly ends in /v1), --config.{name}.model and the key in {key}",
     "transport": "check --config.{name}.base_url, or start one: vllm serve {model} --port 8001 --max-model-len 32768",
     "timeout": "check --config.{name}.base_url and the load of the endpoint; --config.{name}.timeout bounds a request",
     "server": "look at the endpoint's own log",

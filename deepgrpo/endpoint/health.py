@@ -9,7 +9,7 @@ from deepgrpo.endpoint.breaker import CircuitBreaker
 from deepgrpo.endpoint.errors import EndpointError, remedy
 
 BLAMED_KEPT = 4096  # newest questions without an answer
-KINDS_SAID = 100  # different failures that are logged, at most
+TEXTS_SAID = 5  # different texts of refusals that are logged, at most
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +50,14 @@ class Health:
     def say(self, error: EndpointError) -> EndpointError:
         """Logs the first failure of a kind (of refusals: of a text), and returns it."""
         if error.kind != "breaker_open":  # its opening was said
-            kind = error.kind + (re.sub(r"\d+", "#", str(error)) if error.kind == "refused" else "")
+            kind = error.kind
+            if kind == "refused" and sum(said.startswith(kind) for said in self._said) < TEXTS_SAID:
+                kind += re.sub(r"\b[0-9a-fA-F-]{6,}\b|\d+", "#", str(error))
             self.say_once(kind, f"{error} (others of this kind are only counted) -> {self.remedy(error)}")
         return error
 
     def say_once(self, kind: str, text: str) -> None:
-        if kind not in self._said and len(self._said) < KINDS_SAID:
+        if kind not in self._said:
             self._said.add(kind)
             log.warning("%s: %s", self._name, text)
 

@@ -92,6 +92,8 @@ class OpenAITransport:
         except (TimeoutError, asyncio.CancelledError):
             raise
         except Exception as error:
+            if "Timeout" in type(error).__name__:  # the HTTP library's own
+                raise TimeoutError from error
             raise Unavailable("junk", f"{self._base_url}: the reply broke off or cannot be decoded: {error}"[:600]) from error
 
     async def _sorted(self, response: Any) -> None:

@@ -126,6 +126,14 @@ class Channel:
                 found.append(f"process {index} is at {self._name!r}")
         return "; ".join(found) or f"all processes have begun {self._name!r}"
 
+    def end(self) -> None:
+        """Tells the others to stop, and waits until they have heard it: closing a connection with something unread breaks it."""
+        self.send("stop", {}, {})
+        for index, one in enumerate(self._connections, 1):
+            with waits.on(f"process {index} of the learner, to stop", HANGS), contextlib.suppress(EOFError, OSError):
+                while self._heard[index][0] < self._sent:
+                    self._heard[index] = tuple(json.loads(one.recv_bytes()))
+
     def beat(self) -> None:
         """Tells the others that process 0 lives, whatever its main thread does."""
         self._send(BEAT)
@@ -194,7 +202,7 @@ def open_channel(coordinator: str = "") -> Iterator[Channel | None]:
         stack.callback(ended.set)
         threading.Thread(target=_beat, args=(channel, ended), name="beat", daemon=True).start()
         yield channel
-        channel.send("stop", {}, {})  # only after a life without an error: the others' last message must not lie
+        channel.end()  # only after a life without an error: the others' last message must not lie
 
 
 @contextlib.contextmanager

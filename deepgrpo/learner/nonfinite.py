@@ -4,10 +4,11 @@ An optimizer step whose gradient is not finite changes nothing (`optim.adamw`). 
 step is finite any more pays for rollouts and a teacher and learns nothing, so it ends.
 """
 
+import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from deepgrpo.learner.rows import STREAM_NAMES
 from deepgrpo.learner.sharding import path_name
 
 PATIENCE = 3  # updates in a row without a finite optimizer step, after which the run ends
-REMEDY = "lower optim.lr or optim.grad_clip, set model.dtype=float32 or model.attention=xla, or look at the named part"
+REMEDY = "lower --config.optim.lr, or set --config.model.dtype=float32 or --config.model.attention=xla; the same command resumes"
 # Sums of a loss, in the order in which a step computes them.
 TERMS = {
     "logp": "the policy's log-probs of the {} tokens",
@@ -131,8 +132,17 @@ class Watch:
         )
 
 
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """An engine whose log-probs are not finite ends the run as a learner does: with the cause in the log, and no traceback."""
+    try:
+        yield
+    except FloatingPointError as error:
+        stop(str(error))
+
+
 def stop(what: str) -> None:
     """Raises ConfigError, after the log has it."""
-    message = f"the run ends: {what}. The newest checkpoint is from before it\n  -> {REMEDY}; the same command resumes the run"
+    message = f"the run ends: {what}. The newest checkpoint, if there is one, is from before it\n  -> {REMEDY}"
     log.error("%s", message)
     raise ConfigError(message)

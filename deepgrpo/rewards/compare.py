@@ -426,7 +426,12 @@ def _inequality(relation: Relation, point: bool = False) -> _RealSet | None:
     """The set that an inequality describes; with `point`, also an equation's."""
     values = [_real(parse(side)) for side in relation.sides]
     unknown = [i for i, value in enumerate(values) if value is None]
-    if len(unknown) != 1 or not NAME.fullmatch(canonical(relation.sides[unknown[0]])):
+    name = canonical(relation.sides[unknown[0]]) if len(unknown) == 1 else ""
+    if len(name) > 2 and name[0] == name[-1] == "|":  # |a| >= 1/2
+        sides = [name[1:-1] if i == unknown[0] else side for i, side in enumerate(relation.sides)]
+        inner = _inequality(dataclasses.replace(relation, sides=tuple(sides)), point)
+        return inner and _RealSet((*inner.ends, *(-end for end in inner.ends)), lambda x: inner.has(abs(x)))
+    if not NAME.fullmatch(name):
         return None
     at = unknown[0]
     if point and relation.operators == ("=",):

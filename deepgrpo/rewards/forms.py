@@ -114,9 +114,11 @@ _EMPTY = re.compile(
     r"(?:there (?:is|are) )?no (?:(?:real|integer|such|possible|valid) )*(?:(?:solution|value|root|number|integer|pair)s?|[a-z])"
     r"(?: of [a-z]| exists?)?|none(?: exists?)?|(?:the )?(?:empty|null) set"
 )
+_FILL = frozenset("option choice answer letter figure graph statement the a an".split())
 _CLOCK = re.compile(r"(\d{1,2})(?::(\d\d))?\s*([ap])\.?\s*m\.?|(noon|midnight)", re.IGNORECASE)
 NAME = re.compile(
-    r"(?!\\(?:sqrt|ln|log|sin|cos|tan|exp))(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?'*|\\?[A-Za-z]+'*\([A-Za-z,]+\)|\([A-Za-z\\,_{}0-9]+\)|d?[A-Za-z]/d?[A-Za-z])"
+    r"(?!\\(?:sqrt|ln|log|sin|cos|tan|exp))(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?'*|"
+    r"\\?[A-Za-z]+'*\([A-Za-z,]+\)|\([A-Za-z\\,_{}0-9]+\)|d?[A-Za-z]/d?[A-Za-z])"
 )
 _MATRIX = re.compile(
     r"(?P<factor>.*?)\\begin\{(?P<name>[bpB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(?P<body>.*)\\end\{(?P=name)\}(?P<tail>.*)",
@@ -236,18 +238,7 @@ def _from(text: str, start: int) -> str:
 def plain_words(text: str) -> str:
     """Prose for comparison: lower case, letters and digits only, without "option", "choice" or a leading article."""
     words = re.findall(r"[a-z0-9]+", unmarked(text).lower())
-    while len(words) > 1 and words[0] in (
-        "option",
-        "choice",
-        "answer",
-        "letter",
-        "figure",
-        "graph",
-        "statement",
-        "the",
-        "a",
-        "an",
-    ):
+    while len(words) > 1 and words[0] in _FILL:
         words = words[1:]
     return " ".join(words).removesuffix(" function")
 
@@ -381,6 +372,8 @@ def _relation(sides: list[str], operators: list[str], nesting: int) -> Form:
             return Value(Quantity("".join(part + operator for part, operator in zip(sides, [*operators, ""], strict=True))))
         sides, operators = sides[1:], operators[1:]
     rough = next((i for i, operator in enumerate(operators) if operator in _APPROXIMATE), None)
+    if rough == 0 and NAME.fullmatch(canonical(sides[0])):  # x is about 6.4
+        return parse(sides[1], nesting + 1)
     if rough is not None:  # the exact value stands before the approximation
         sides, operators = sides[: rough + 1], operators[:rough]
     if not operators or not all(sides):

@@ -4,6 +4,7 @@ Clean text keeps the LaTeX commands of mathematics, and marks prose: `\\text{and
 the later stages can tell words from products of variables. A row break of a matrix becomes ROW.
 """
 
+import functools
 import re
 import unicodedata
 
@@ -15,9 +16,9 @@ MAX_RAW = 10_000  # characters of a box before cleaning
 _BOX = re.compile(r"\\boxed(?![A-Za-z])")
 _OTHER_BOX = re.compile(marks.BOX)  # where there is none of the first kind
 _RUN = re.compile(r"\s{20,}")
-_JOIN = re.compile(
-    r"[\s$.,;:&\\\[\]()*]*(?:(?:and|or|,|[A-Za-z](?:_\{?\d\}?)?\s*=)[\s$.,;:&\\\[\]()*]*)*"
-)  # what may stand between boxes of one list
+_JOIN = re.compile(  # what may stand between boxes of one list
+    r"(?:[\s$.,;:&\\\[\]()*{}!]|\\q?quad|\\text|\\mbox|\band\b|\bor\b|[A-Za-z](?:_\{?\d\}?)?\s*=)*"
+)
 
 
 #### Boxes
@@ -159,7 +160,6 @@ def clean(raw: str) -> str:
     if _ENVIRONMENT.search(text) and "matrix" not in text and "array" not in text:
         text = _ENVIRONMENT.sub("", text).replace("&", " ")
     text = _notations(text)
-    text = re.sub(r"\\d?frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"(?<!\d)(\d*)\.(\d*)\\overline\s*\{(\d+)\}", _repeating, text)
     text = re.sub(r"(?<![\d.,/])(\d+) (\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}", text)  # 7 1/2
     text = _COMMAND.sub(lambda m: _rename(m), text)
@@ -175,25 +175,16 @@ def clean(raw: str) -> str:
 
 
 def _notations(text: str) -> str:
-    """Plain-text and regional spellings as LaTeX: powers of ten, functions, plus-minus, unions, combinations, derivatives."""
-    text = re.sub(
-        r"(?<=\d)\s*\\(?:mathrm|text|rm)\s*\{\s*[eE]\s*([+-]?\d*)\s*\}\s*(?=\d|$|[\s.,;])", r"e\1", text
-    )  # 8.7\mathrm{e}8
+    """Plain-text and regional spellings as LaTeX: powers of ten, functions, plus-minus, unions, derivatives."""
     text = re.sub(r"(?<=\d)\s*(?:[xX]|\\(?:text|mathrm)\s*\{\s*[xX]\s*\})\s*(?=10\s*\^)", r" \\times ", text)
     text = _FUNCTION_NAME.sub(lambda m: f"\\{m[1] or m[2]} ", text)
-    text = re.sub(r"(?<![A-Za-z\\])a(sin|cos|tan)(?=\s*[({\\])", r"\\arc\1 ", text)
     text = re.sub(r"\+\s*/\s*-", r"\\pm ", text)
     text = re.sub(r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])", r"\\cup ", text)
     text = re.sub(r"(?<=[)\]}])\s*-\s*(?=\\\{)", r"\\setminus ", text)
     text = re.sub(r"(?<![A-Za-z\\])inf(?:ty|inity)?(?![A-Za-z])", r"\\infty ", text)
-    text = re.sub(r"(?:\{\s*\})?_\s*(?:\{([^{}]+)\}|(\w))\s*C\s*_\s*(?:\{([^{}]+)\}|(\w))", _combinations, text)
     text = re.sub(r"(?<![\d.,])(\d*)\.(\d*)(?:\\dot\s*\{?(\d)\}?|\((\d+)\))(?!\d|\.\d)", _dotted, text)
     text = re.sub(r"(?<![A-Za-z\\])d([A-Za-z])\s*/\s*d([A-Za-z])(?![A-Za-z])", r"\\frac{d\1}{d\2}", text)
     return re.sub(r"\\(d?dot)\s*(?:\{\s*([A-Za-z])\s*\}|\s([A-Za-z]))(?!\s*_)", _dots_as_primes, text)
-
-
-def _combinations(match: re.Match) -> str:
-    return f"\\binom{{{match[1] or match[2]}}}{{{match[3] or match[4]}}}"
 
 
 def _dotted(match: re.Match) -> str:
@@ -244,6 +235,7 @@ def _ascii(raw: str) -> str:
     return "".join(out)
 
 
+@functools.cache
 def _plain(char: str) -> str:
     """ASCII for one character: vulgar fractions, full-width and mathematical digits and letters, Greek; invisible ones vanish."""
     if unicodedata.category(char) in ("Cf", "Cc", "Mn"):

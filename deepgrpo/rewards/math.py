@@ -18,7 +18,9 @@ from deepgrpo.types import Grade
 MEASURED = frozenset({"Minerva"})  # sources whose keys are measured numbers
 MAX_FALLBACK = 300  # characters that math-verify may see
 _OPEN_ENDED = re.compile(r"\\(?:sum|prod|int|iint|oint|lim)(?![A-Za-z])")
-_HUGE = re.compile(r"\d{40}|\^\s*\{?\s*[-+]?\d{4}|\^[^+\-=,]*\^[^+\-=,]*\^|\*\*.*\*\*|\d{4}\s*\)?\s*!")
+_HUGE = re.compile(
+    r"\d{40}|\^\s*\{?\s*[-+]?\d{4}|\^[^+\-=,]*\^[^+\-=,]*\^|\*\*.*\*\*|\d{4}\s*\)?\s*!|(?:binom|choose)[^+=]{0,60}\d{3}"
+)
 _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
 

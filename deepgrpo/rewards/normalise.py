@@ -11,6 +11,8 @@ import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 
+from deepgrpo.rewards import units
+
 MAX_CHARS = 2_000  # of a final answer; no key of these sources comes near
 MAX_AMOUNT = 120  # characters of a number with its unit
 MAX_ITEMS = 200  # of a list
@@ -127,31 +129,16 @@ _CURRENCIES = {
     "rupee": "\u20b9 inr rupee rupees",
 }
 _UNITS = {
-    "percent": "% percent percentage pct",
-    "second": "second seconds sec secs",
-    "minute": "minute minutes min mins",
-    "hour": "hour hours hr hrs",
-    "day": "day days",
-    "week": "week weeks",
-    "month": "month months",
-    "year": "year years yr yrs",
-    "decade": "decade decades",
-    "century": "century centuries",
-    "kilometer": "km kilometer kilometers kilometre kilometres",
-    "meter": "m meter meters metre metres",
-    "centimeter": "cm centimeter centimeters centimetre centimetres",
-    "mile": "mi mile miles",
-    "foot": "ft foot feet",
-    "kilometer/hour": "km/h kmh kph kmph kilometers/hour kilometres/hour km/hour",
-    "mile/hour": "mph mi/h miles/hour",
-    "kilogram": "kg kilogram kilograms",
-    "ton": "t ton tons tonne tonnes",
-    "page": "page pages",
-    "point": "point points pt pts",
+    **{spelling: name for spelling, name in units.NAMES.items() if len(spelling) > 1 and name not in ("pound", "dollar", "cent")},
+    **{"decades": "decade", "decade": "decade", "century": "century", "centuries": "century", "m": "meter", "t": "ton"},
+    **dict.fromkeys("% percentage pct".split(), "percent"),
+    **dict.fromkeys("km/h kmh kph kmph kilometers/hour kilometres/hour km/hour".split(), "kilometer/hour"),
+    **dict.fromkeys("mph mi/h miles/hour".split(), "mile/hour"),
+    **dict.fromkeys("ton tons tonne tonnes".split(), "ton"),
+    **dict.fromkeys("page pages".split(), "page"),
+    **dict.fromkeys("point points pt pts".split(), "point"),
 }
-_NAMES = {
-    spelling: name for table in (_CURRENCIES, _UNITS) for name, spellings in table.items() for spelling in spellings.split()
-}
+_NAMES = {**{spelling: name for name, spellings in _CURRENCIES.items() for spelling in spellings.split()}, **_UNITS}
 _DURATIONS = {  # exact relations only: a month has no fixed number of days
     **{"second": ("day", Fraction(1, 86400)), "minute": ("day", Fraction(1, 1440)), "hour": ("day", Fraction(1, 24))},
     **{"week": ("day", Fraction(7)), "year": ("month", Fraction(12))},
@@ -319,7 +306,12 @@ def _omitted(key: str, answer: str, rules: Rules) -> bool:
     if key and answer:
         return False
     unit = key or answer
-    return unit == "percent" or unit in _CURRENCIES or rules.bare_units and (unit in _UNITS or not key and unit.count(" ") < 2)
+    return (
+        unit == "percent"
+        or unit in _CURRENCIES
+        or rules.bare_units
+        and (unit in _UNITS.values() or not key and unit.count(" ") < 2)
+    )
 
 
 def _asks_for_scale(question: str, power: int) -> bool:

@@ -6,44 +6,17 @@ from fractions import Fraction
 
 from deepgrpo.rewards.latex import TEXT_CLOSE, TEXT_OPEN
 
-_SPELLINGS = {
-    "inch": "inch inches in",
-    "foot": "foot feet ft",
-    "yard": "yard yards yd",
-    "mile": "mile miles mi",
-    "millimeter": "millimeter millimeters millimetre millimetres mm",
-    "centimeter": "centimeter centimeters centimetre centimetres cm",
-    "meter": "meter meters metre metres m",
-    "kilometer": "kilometer kilometers kilometre kilometres km",
-    "gram": "gram grams g",
-    "kilogram": "kilogram kilograms kg",
-    "pound": "pound pounds lb lbs",
-    "ounce": "ounce ounces oz",
-    "second": "second seconds sec secs s",
-    "minute": "minute minutes min mins",
-    "hour": "hour hours hr hrs h",
-    "day": "day days",
-    "week": "week weeks",
-    "month": "month months",
-    "year": "year years yr yrs",
-    "dollar": "dollar dollars usd",
-    "cent": "cent cents",
-    "degree": "degree degrees deg",
-    "celsius": "celsius c",
-    "fahrenheit": "fahrenheit f",
-    "kelvin": "kelvin k",
-    "liter": "liter liters litre litres l",
-    "milliliter": "milliliter milliliters ml",
-    "hertz": "hertz hz",
-    "angstrom": "angstrom angstroms",
-    "percent": "percent",
-    "mph": "mph",
-    **{name.lower(): name.lower() for name in "kHz MHz GHz eV keV MeV nm pc kpc Mpc mol rad arcmin arcsec steradians".split()},
-}
-_NAMES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
+_SPELLINGS = """inch inches in; foot feet ft; yard yards yd; mile miles mi; millimeter millimeters millimetre millimetres mm;
+    centimeter centimeters centimetre centimetres cm; meter meters metre metres m; kilometer kilometers kilometre kilometres km;
+    gram grams g; kilogram kilograms kg; pound pounds lb lbs; ounce ounces oz; liter liters litre litres l;
+    milliliter milliliters ml; second seconds sec secs s; minute minutes min mins; hour hours hr hrs h; day days; week weeks;
+    month months; year years yr yrs; dollar dollars usd; cent cents; percent; degree degrees deg; celsius c; fahrenheit f;
+    kelvin k; hertz hz; khz; mhz; ghz; ev; kev; mev; angstrom angstroms; nm; pc; kpc; mpc; mph; mol; rad; steradians;
+    arcmin; arcsec"""
+NAMES = {spelling: line.split()[0] for line in _SPELLINGS.split(";") for spelling in line.split()}  # canonical name by spelling
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
-_WORDS = "|".join(sorted((s for s in (*_NAMES, *_SCALES) if len(s) > 3), key=len, reverse=True))
+_WORDS = "|".join(sorted((s for s in (*NAMES, *_SCALES) if len(s) > 3), key=len, reverse=True))
 # Unmarked letters after a number are a unit only if they are a word or a known abbreviation of two letters or more.
 _ABBREVIATIONS = "cm|mm|km|kg|ft|Hz|kHz|MHz|GHz|eV|keV|MeV|nm|pc|kpc"
 _PLAIN_UNIT = re.compile(rf"(?<=[\d}}) ])((?i:(?:square |cubic )?(?:{_WORDS})\b)|(?:{_ABBREVIATIONS})\b)")
@@ -53,8 +26,8 @@ _TRAILING = re.compile(
     re.DOTALL,
 )
 _ARC = re.compile(r"^(\d+)\s*\\degree\s*(\d+)'(?!')\s*(?:(\d+)'')?$")  # degrees, minutes and seconds
+_SOLAR = re.compile(r"^([-\d.]+(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?-?\d+\}?|e-?\d+)?)\s*([MLR])_\{?\s*\\odot\s*\}?$")
 _DEGREE = re.compile(rf"^(?P<body>.*\S)\s*\\degree\s*{TEXT_OPEN}?\s*(?P<scale>[CFK]?)\s*{TEXT_CLOSE}?$", re.DOTALL)
-
 
 _PARTS = {  # what one of a unit is made of
     **{"hour": ("minute", 60), "minute": ("second", 60), "day": ("hour", 24), "week": ("day", 7), "year": ("month", 12)},
@@ -67,7 +40,7 @@ COMPOUND = re.compile(  # 3 hours and 30 minutes
 
 def compound(match: re.Match) -> dict[str, Fraction]:
     """The value of a COMPOUND by unit, the larger and the smaller; empty if the one is no part of the other."""
-    large, small = (_NAMES.get(match[i].lower(), "") for i in (2, 4))
+    large, small = (NAMES.get(match[i].lower(), "") for i in (2, 4))
     part, size = _PARTS.get(large, ("", 1))
     total = Fraction(match[1]) * size + Fraction(match[3])
     return {small: total, large: total / size} if part == small else {}
@@ -86,6 +59,7 @@ class Quantity:
 def quantity(text: str) -> Quantity:
     """Splits clean text into its number or expression and what it is measured in."""
     text = _ARC.sub(r"(\1+\2/60+0\3/3600)\\degree", text)
+    text = _SOLAR.sub(rf"\1 {TEXT_OPEN}solar \2{TEXT_CLOSE}", text)
     if TEXT_OPEN not in text:
         mark = rf"{TEXT_OPEN}\1{TEXT_CLOSE}"
         text = _PLAIN_WORDS.sub(rf"\1 {TEXT_OPEN}\2{TEXT_CLOSE}", _PLAIN_UNIT.sub(mark, text))
@@ -119,7 +93,7 @@ def _canonical(words: list[str], power: str | None) -> tuple[str, ...] | None:
     if words[1:] and words[0] in ("degree", "degrees") and words[1] in ("celsius", "fahrenheit", "kelvin", "c", "f", "k"):
         words = words[1:]
     power = power or next((_POWERS[word] for word in words if word in _POWERS), None)
-    names = [_NAMES.get(word, "per" if word in ("per", "a", "an") else "") for word in words if word not in _POWERS]
+    names = [NAMES.get(word, "per" if word in ("per", "a", "an") else "") for word in words if word not in _POWERS]
     if not names or not all(names):
         return None
     return (*names, power) if power else tuple(names)

@@ -115,7 +115,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_reply(prompt, reply)
 
     def reply(self, prompt: str) -> str:
-        slots = prompts.read_slots(prompt)
+        try:
+            slots = prompts.read_slots(prompt)
+        except prompts.ParseError as error:
+            return f"{prompts.ERROR_HEADER}\n{error}"  # like a model, it answers whatever it is asked
         solution = self.server.oracle.correct(slots.problem, slots.student, slots.verified)
         if solution is None:
             return f"{prompts.ERROR_HEADER}\nThis is not a question that the rule knows."

@@ -104,7 +104,8 @@ class Publisher:
         fleet, start, seconds = self.fleet, time.perf_counter(), {"blocked": blocked}
         waiting, errors = fleet.replicas, {}
         for attempt in range(self.attempts):
-            time.sleep(min(PAUSE * 2.0**attempt, LONGEST_PAUSE) if attempt else 0.0)
+            if attempt:
+                time.sleep(min(PAUSE * 2.0 ** (attempt - 1), LONGEST_PAUSE))
             weights = self._weights(version, self._write(policy, version, attempt, seconds), logps())
             errors = fleet.on_all(functools.partial(self._load, weights), waiting)
             waiting = list(errors)

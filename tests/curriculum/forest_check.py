@@ -46,7 +46,7 @@ def check(pool: Forest) -> None:
         assert index.observed[kind] == len(observed)
         assert index.succeeded[kind] == sum(node.last_k_succ > 0 for node in observed)
     if index.arrivals is not None:
-        assert list(index.arrivals) == sorted(event[1] for event in waiting)
+        assert sorted(index.arrivals) == sorted(event[1] for event in waiting)
 
     answered = counters.succeeded + counters.duplicate + counters.invalid + counters.failed + counters.stale_parent_inactive
     dropped = counters.cleared + counters.dropped_capacity + counters.dropped_retired + counters.nodes_refused

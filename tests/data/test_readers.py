@@ -151,6 +151,7 @@ def test_names_of_others_have_the_grader_that_their_answers_need():
         ({"extra_info": {"tools_kwargs": {"a": None}}}, ""),  # filled in by Parquet
         ({"extra_info": {"interaction_kwargs": {"name": "gsm8k"}}}, "extra_info.interaction_kwargs"),
         ({"prompt": [{"role": "user"}, {"role": "assistant"}]}, "a last message of role 'assistant'"),
+        ({"prompt": [{"role": "user", "tool_calls": [{"id": 1}]}]}, "a message with tool_calls"),
         ({"prompt": [{"role": "user"}, {"role": "tool"}]}, "a message of role 'tool'"),
     ],
 )

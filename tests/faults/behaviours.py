@@ -153,6 +153,11 @@ def parts(completion: dict[str, Any]) -> None:
     reply["content"] = [{"type": "thinking", "thinking": []}, {"type": "text", "text": reply["content"]}]
 
 
+def half_a_pair(completion: dict[str, Any]) -> None:
+    reply = completion["choices"][0]["message"]
+    reply["content"] = reply["content"].replace("missing", "missing \ud83d")
+
+
 # What is odd but answers: name -> (behaviour, part of what the log says or "")
 ODD: dict[str, tuple[Behaviour, str]] = {
     "usage negative": (usage('{"prompt_tokens": -500, "completion_tokens": -9}'), "`usage`"),
@@ -169,6 +174,7 @@ ODD: dict[str, tuple[Behaviour, str]] = {
     "UTF-16": (lambda exchange: exchange.say(json.dumps(exchange.completion()).encode("utf-16")), ""),
     "gzip": (lambda e: e.say(gzip.compress(json.dumps(e.completion()).encode()), Content_Encoding="gzip"), ""),
     "another type": (lambda exchange: exchange.say(exchange.completion(), Content_Type="text/plain; charset=utf-8"), ""),
+    "half a character": (edited(half_a_pair), ""),
     "null finish": (choice(finish_reason=None), ""),
     "slow": (lambda exchange: (time.sleep(0.05), right(exchange)), ""),
     "half fails": (lambda e: right(e) if e.ordinal % 2 else e.say({"error": {"message": "busy"}}, 503), ""),

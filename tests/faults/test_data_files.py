@@ -90,6 +90,7 @@ DAMAGED = [  # file, content, what the list says of it
     ("verl:text.jsonl", verl(prompt="1 + 1?"), "row 0: prompt must be a list that is not empty, got text '1 + 1?'"),
     ("verl:empty.jsonl", verl(prompt=[]), "row 0: prompt must be a list that is not empty"),
     ("verl:content.jsonl", verl(prompt=[{"role": "user", "content": None}]), "row 0: prompt[0].content must be text"),
+    ("verl:spaces.jsonl", verl(prompt=[{"role": "user", "content": " "}]), "row 0: prompt, its user's message, must be"),
     ("verl:parts.jsonl", verl(prompt=[{"role": "user", "content": [{"type": "text"}]}]), "row 0: prompt[0].content must be text"),
     ("verl:reward.jsonl", verl(reward_model=None), "row 0: reward_model must be an object, got null"),
     ("verl:repr.jsonl", verl(reward_model="{'ground_truth': '2'}"), "row 0: reward_model must be an object, got text"),

@@ -7,6 +7,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -103,3 +104,23 @@ def test_a_silent_process_0_is_named(monkeypatch):
     _, theirs = distributed.connection.Pipe()
     with pytest.raises(ConnectionError, match="process 0 of the learner has said nothing for 0 s: it hangs"):
         distributed.Channel([theirs]).receive()
+
+
+def test_the_last_message_is_heard_before_the_connection_closes():
+    """What the follower says meanwhile must neither break the connection nor hide the stop."""
+    for _ in range(20):
+        ours, theirs = distributed.connection.Pipe()
+        channel, follower, heard = distributed.Channel([ours]), distributed.Channel([theirs]), []
+
+        def follow(follower=follower, heard=heard):
+            while not heard or heard[-1] != "stop":
+                heard.append(follower.receive()[0])
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        for _ in range(5):
+            channel.send("save", {}, {})
+        channel.end()
+        ours.close()
+        thread.join(60)
+        assert heard == ["save"] * 5 + ["stop"]

@@ -139,6 +139,12 @@ def test_the_order_is_that_of_the_computation():
         assert nonfinite.first_of_step(found(**changes)) == expected
 
 
+def test_an_engines_broken_log_probs_end_the_run_without_a_traceback(caplog):
+    with pytest.raises(ConfigError, match="the run ends: request 0: log-prob nan"), nonfinite.told():
+        raise FloatingPointError("request 0: log-prob nan")
+    assert "log-prob nan" in caplog.text
+
+
 def test_the_teachers_own_steps_are_watched_too():
     keys = dict(objective__teacher_loss="sft", objective__teacher_update="post_ppo", optim__teacher__mini_batch_rows=2)
     keys = {key: value for key, value in keys.items() if key.count("__") == 1}

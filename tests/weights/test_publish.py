@@ -11,7 +11,7 @@ import pytest
 
 from deepgrpo.rollout.vllm_fleet import Deadlines, PublishError
 from deepgrpo.types import as_ids
-from deepgrpo.weights import hf
+from deepgrpo.weights import hf, publish
 from deepgrpo.weights.setup import SelfTestError, own_folder, probe_text, self_test
 from deepgrpo.weights.snapshot import Snapshots
 from tests.rollout import tiny
@@ -117,12 +117,14 @@ def test_our_own_server_is_restarted_on_the_new_weights(rig):
 
 
 @pytest.mark.parametrize("knob", ["fail_load", "hang_load"])
-def test_a_load_that_fails_once_is_repeated(rig, knob):
+def test_a_load_that_fails_once_is_repeated_after_a_pause(rig, knob, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(publish.time, "sleep", lambda seconds, sleep=publish.time.sleep: (pauses.append(seconds), sleep(seconds)))
     one = rig(deadlines=Deadlines(control=5.0, load=0.5, start=5.0))
     setattr(one.fakes[0].knobs, knob, 1)
     one.publish(weights(5), 1)
     assert generate(one).version == 1 and one.fakes[0].restarts == 0
-    assert one.kept() == ["1.1"]
+    assert one.kept() == ["1.1"] and publish.PAUSE in pauses
 
 
 def test_a_dead_server_is_restarted_on_the_new_weights(rig):

@@ -60,6 +60,6 @@ def _findings(
         helps = f"set --config.{name}.model to a served one, or serve it with --served-model-name {section.model}"
         return [*found, Finding(f"{name}: {redact(section.base_url)} serves {shown}, not {section.model} ({error})", helps)]
     helps = remedy(error, name, section.model, key) + WITHOUT[name]
-    alive = error.kind == "rate_limit" or (error.kind == "timeout" and served is not None)
+    alive = error.kind in ("rate_limit", "filtered") or (error.kind == "timeout" and served is not None)
     what = str(error) if section.base_url in str(error) else f"{redact(section.base_url)}: {error}"
     return [*found, Finding(f"{name}: {what}", helps, fatal=not alive)]

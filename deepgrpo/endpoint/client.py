@@ -182,7 +182,9 @@ class Client:
                 body = ""
                 try:
                     body = await self._transport(asked, seconds)
-                    replies.read(body, asked)
+                    payload, _ = replies.read(body, asked)
+                    if payload.get("lacks") == "filtered":
+                        raise Unavailable("filtered", f"{self._base_url}: {WITHOUT_ANSWER['filtered']} {CHECK!r}")
                     return
                 except Refused as error:
                     if "token" not in str(error) or asked is request:

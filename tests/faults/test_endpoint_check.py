@@ -11,7 +11,7 @@ from deepgrpo.endpoint import check
 from deepgrpo.telemetry import metrics as metrics_lib
 from tests.faults import behaviours
 from tests.faults.behaviours import KWARGS, SECRET, body, refuses
-from tests.faults.scripted_endpoint import MODEL, Endpoint, listed, right
+from tests.faults.scripted_endpoint import MODEL, Endpoint, right
 from tests.test_train import command
 
 
@@ -89,10 +89,10 @@ def test_the_endpoints_own_words_and_the_key_that_helps(config, monkeypatch, cha
     assert "--config.teacher.enabled=false" in remedy and SECRET not in what + remedy
 
 
-def test_an_endpoint_that_is_busy_gives_a_warning(config, monkeypatch):
+def test_an_endpoint_that_is_busy_or_unwilling_gives_a_warning(config, monkeypatch):
     monkeypatch.setattr(check, "SECONDS", 4.0)
-    for chat, models in ((behaviours.silent, listed), (refuses("slow down", 429, Retry_After="60"), listed)):
-        with Endpoint(chat, models) as endpoint:
+    for chat in (behaviours.silent, refuses("slow down", 429, Retry_After="60"), behaviours.COMMON["refusal"][0]):
+        with Endpoint(chat) as endpoint:
             [finding] = found(config, endpoint.base_url)
         assert not finding.fatal
 

@@ -22,7 +22,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 MNT_DETACH, AT_FDCWD, AT_RECURSIVE = 2, -100, 0x8000
-READ_ONLY = 1 | 2 | 4  # and no set-user-id programs, no devices
+RDONLY, NOSUID, NODEV = 1, 2, 4  # of mount_setattr
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 38, 47
 CALLS = {"x86_64": {"pivot_root": 155, "keyctl": 250}, "aarch64": {"pivot_root": 41, "keyctl": 219}}
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -127,10 +127,10 @@ def _bind(source: str, target: str) -> None:
     _mount(source, target, None, MS_BIND | MS_REC)
 
 
-def make_read_only(path: str, flags: int = AT_RECURSIVE) -> None:
+def make_read_only(path: str, flags: int, attributes: int = RDONLY | NOSUID | NODEV) -> None:
     """mount_setattr, of Linux 5.12: the older remount would leave mounts below `path` writable."""
-    attributes = struct.pack("QQQQ", READ_ONLY, 0, 0, 0)
-    _call("syscall", 442, AT_FDCWD, path.encode(), flags, attributes, len(attributes))
+    wanted = struct.pack("QQQQ", attributes, 0, 0, 0)
+    _call("syscall", 442, AT_FDCWD, path.encode(), flags, wanted, len(wanted))
 
 
 def _put_files(spec: dict, place: str) -> None:
@@ -266,6 +266,25 @@ def _forbid_namespaces(spec: dict) -> None:
         unshare(CLONE_NEWUSER)
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
             file.write("0")  # bwrap has an option for that, for ordinary users
+
+
+#### Without a command
+
+
+def wall_off() -> bool:
+    """Takes the network and every writable file but those of its own /dev/shm from this process; whether that worked.
+
+    The process must have one thread.
+    """
+    try:
+        unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWNET)
+        _mount("none", "/", None, MS_REC | MS_PRIVATE)
+        make_read_only("/", AT_RECURSIVE, RDONLY | NOSUID)
+        _mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, f"size=64m,nr_inodes={INODES},mode=1777")
+        os.environ["TMPDIR"] = "/dev/shm"
+    except OSError:
+        return False
+    return True
 
 
 #### The system

@@ -13,9 +13,10 @@ fails on every answer of a step, `end_step` ends the run. A runaway in Python co
 
 Each thread owns one worker process: it hands out one answer, waits at most half a deadline, kills, and takes the spare worker
 that stands ready; the verdict is handed out before anything is cleaned up. Workers inherit neither the trainer's environment nor
-its descriptors. Graders that wait for others have workers of their own, so that they don't hold up arithmetic, and deadlines of
-their own; judges and programs are `external.ExternalGrading`'s business, to which the service hands their answers on. Any thread,
-asyncio (`asyncio.wrap_future(service.submit(answer))`) and pools may ask, since no grader ever runs in the caller.
+its descriptors; without functions of the user's they have no network and can write no file, where the kernel allows such walls.
+Graders that wait for others have workers of their own, so that they don't hold up arithmetic, and deadlines of their own; judges
+and programs are `external.ExternalGrading`'s business, to which the service hands their answers on. Any thread, asyncio
+(`asyncio.wrap_future(service.submit(answer))`) and pools may ask, since no grader ever runs in the caller.
 """
 
 import collections
@@ -48,9 +49,9 @@ if TYPE_CHECKING:
 
 WORKER = "deepgrpo.rewards.worker"  # the module that a worker process runs
 MATHEMATICS = ("GSM8K", "MATH")  # what workers get ready for where nobody says what will come
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a process of more threads can build no walls
 KEPT = frozenset(  # environment variables that a worker inherits
-    ("PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONHASHSEED")
-    + ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    ("PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONHASHSEED") + ONE_THREAD
 )
 COMMON_CAUSE = 4  # answers without a verdict, and none with one, that show that a function of the user's is at fault
 START_SECONDS = 120.0  # for a worker to import its graders, on a busy host
@@ -357,13 +358,16 @@ class _Worker:
 
     def __init__(self, sources: tuple[str, ...], rubric: Rubric):
         self.connection, theirs = multiprocessing.Pipe()
-        settings = {"parent": os.getpid(), "sources": sources, "rubric": dataclasses.asdict(rubric)}
+        self.walls = not any(
+            user_functions(source, rubric) for source in sources
+        )  # whose functions may need files or the network
+        settings = {"parent": os.getpid(), "sources": sources, "rubric": dataclasses.asdict(rubric), "walls": self.walls}
         command = [sys.executable, "-m", WORKER, str(theirs.fileno()), json.dumps(settings)]
         self.served, self._written = 0, tempfile.TemporaryFile()  # noqa: SIM115  (closed by `when_ready`)
         with theirs:
             self.process = subprocess.Popen(
                 command,
-                env=environment(),
+                env=environment() | (dict.fromkeys(ONE_THREAD, "1") if self.walls else {}),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._written,
@@ -378,7 +382,9 @@ class _Worker:
           RuntimeError: they were not in time; holds what the process wrote.
         """
         with self._written as written:
-            if self.connection.poll(START_SECONDS) and _received(self.connection) == b"ready":
+            said = _received(self.connection) if self.connection.poll(START_SECONDS) else None
+            if said and said.startswith(b"ready"):
+                self.walls = said == b"ready"
                 return self
             self.stop()
             written.seek(0)

@@ -17,10 +17,13 @@ import traceback
 from multiprocessing.connection import Connection
 
 from deepgrpo.rewards import grade as graders
+from deepgrpo.rewards import jail
 from deepgrpo.rewards.verdict import GraderFault
 from deepgrpo.types import Grade
 
 MEMORY = 3 * 2**30  # bytes of address space; a soft limit, so that a sandbox that a grader starts may set its own
+
+READY_BARE = b"ready, without walls"
 
 _PR_SET_PDEATHSIG = 1
 
@@ -30,9 +33,10 @@ class OutOfTime(BaseException):
 
 
 def main(descriptor: int, settings: str) -> None:
-    """Serves the connection until it closes. settings: JSON of parent (process id), sources and rubric."""
+    """Serves the connection until it closes. settings: JSON of parent (process id), sources, rubric, walls (true or false)."""
     setting = json.loads(settings)
-    _die_with_parent(setting["parent"])
+    walled = setting["walls"] and sys.platform == "linux" and jail.wall_off()
+    _die_with_parent(setting["parent"])  # forgotten when walls are built
     if sys.platform == "linux":  # macOS has no limit of address space
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
@@ -47,7 +51,7 @@ def main(descriptor: int, settings: str) -> None:
     for stream in (1, 2):  # until now the service read them, to say why a worker did not start
         os.dup2(nowhere, stream)
     os.close(nowhere)
-    connection.send_bytes(b"ready")
+    connection.send_bytes(b"ready" if walled else READY_BARE)
     while True:
         try:
             message = json.loads(connection.recv_bytes())

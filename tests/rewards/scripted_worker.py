@@ -1,7 +1,10 @@
 """A real grading worker whose GSM8K grader does to itself what the response says."""
 
+import contextlib
 import os
+import socket
 import sys
+import tempfile
 import time
 
 from deepgrpo.rewards import grade, worker
@@ -22,6 +25,14 @@ def scripted(answer):
         raise RuntimeError("a fault of the grader")
     if answer.response == "eat":
         return "x" * 10**12
+    if answer.response.startswith("reach "):
+        _, port, path = answer.response.split()
+        for reach in (lambda: socket.create_connection(("127.0.0.1", int(port)), 5), lambda: open(path, "w").close()):
+            with contextlib.suppress(OSError):
+                reach()
+                return Grade(1.0, True, "reached")
+        tempfile.TemporaryFile().close()  # its own is writable
+        return Grade(0.0, True, "walled")
     return Grade(1.0, True, "right", str(os.getpid()))
 
 

@@ -3,7 +3,9 @@
 import concurrent.futures
 import json
 import os
+import pathlib
 import re
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -111,6 +113,19 @@ def test_workers_inherit_no_secrets_and_no_descriptors(mine, tmp_path, monkeypat
     environment, descriptors = json.loads((tmp_path / "seen").read_text())
     assert [name for name in environment if name in os.environ and os.environ[name] == "s3cret"] == ["GRADER_KEY"]
     assert len(descriptors) <= 6  # standard streams, the connection, the file, the folder that is listed
+
+
+def test_workers_of_the_packages_graders_have_walls(monkeypatch, tmp_path):
+    monkeypatch.setattr(service_lib, "WORKER", "scripted_worker")
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    with GradingService(1, 60.0, ["GSM8K"]) as service, socket.create_server(("127.0.0.1", 0)) as server:
+        spare = service._lanes[False].ready.get(timeout=60)
+        service._lanes[False].ready.put(spare)
+        if not spare.walls:
+            pytest.skip("namespaces are not allowed on this machine")
+        here = pathlib.Path(__file__).parent / "written_by_a_worker"
+        grade = service.submit(number(f"reach {server.getsockname()[1]} {here}")).result(60)
+        assert grade.reason == "walled" and not here.exists()
 
 
 def test_the_verdict_comes_before_the_next_worker_is_ready(monkeypatch):

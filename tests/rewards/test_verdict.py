@@ -54,7 +54,7 @@ def test_all_else_is_a_fault_that_names_the_function(value):
     + [Grade(1.0, True, "r", right_prefix=-1), Grade(1.0, True, "r", right_prefix="x"), Grade(1.0, True, "r", parts=1.0)]
     + [Grade(1.0, True, "r", parts=(("bonus", 0.5),)), Grade(1.0, True, "r", parts=(("task", float("inf")),))]
     + [Grade(1.0, True, "r", parts=(("task", None),)), Grade([1.0], True, "r"), generator(), Grade(np.ones(2), True, "r")],
-    ids=lambda value: repr(value)[:60],
+    ids=lambda value: type(value).__name__,  # an address in a name would differ between test processes
 )
 def test_a_bad_grade_is_a_fault(grade):
     with pytest.raises(verdict.GraderFault, match="my_grader"):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deepgrpo.data import templates
-from deepgrpo.data.tokenizer import encode_prompt, load_tokenizer, stop_ids, vocabulary
+from deepgrpo.data.tokenizer import at_time, encode_prompt, load_tokenizer, stop_ids, vocabulary
 from tests.data import small_tokenizer
 
 OPEN = "<|im_start|>assistant\n"
@@ -73,16 +73,40 @@ def test_no_chat_template_is_an_error_that_says_what_to_do(tmp_path):
         templates.chat("hi", tokenizer)
 
 
-@pytest.mark.parametrize(("named", "expected"), [(None, (2,)), (0, (0, 2)), ([2, 0], (2, 0))])
-def test_stop_ids_are_the_union(tmp_path, named, expected):
-    path = small_tokenizer.write(tmp_path, eos_ids=named)
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [(None, None, (2,)), (0, None, (0, 2)), ([2, 0], None, (2, 0)), (0, [1, 2], (0, 1, 2)), (None, 1, (1, 2))],
+)
+def test_stop_ids_are_the_union(tmp_path, generation, config, expected):
+    path = small_tokenizer.write(tmp_path, eos_ids=generation)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "eos_token_id": config}))
     tokenizer = load_tokenizer(path)
     assert stop_ids(path, tokenizer) == expected
     assert vocabulary(tokenizer) == (260, ())
+    (tmp_path / "config.json").unlink()
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no end token"):
         stop_ids(path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}|", "05 Jun 2025|"),
+        ("\nx {{- strftime_now('%-d %B, %H:%M:%S') }}\n", "\nx5 June, 04:32:10"),
+        ("  {% if strftime_now is defined %}\n a{% endif %}{{ strftime_now('%A') }}", " aThursday"),
+        ("{% set d = strftime_now('%F') %}\n{% macro m() %}{{ d + strftime_now('%a') }}{% endmacro %}{{ m() }}", "2025-06-05Thu"),
+        ("{% for m in messages %}{{ m.content }}{{ strftime_now('%y') }}{% endfor %}", "hi25"),
+    ],
+)  # fmt: skip
+def test_a_template_is_told_the_time_at_which_the_run_began(tmp_path, template, expected):
+    path = small_tokenizer.write(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(path, "2025-06-05T04:32:10+00:00")
+    assert templates.rendered([{"role": "user", "content": "hi"}], tokenizer) == expected
+    assert templates.prints_date("chat", tokenizer) and not templates.prints_date("none", tokenizer)
+    assert at_time(small_tokenizer.TEMPLATE, "2025-06-05") == small_tokenizer.TEMPLATE  # what asks for no date is left alone
 
 
 def test_missing_tokenizers_are_named(tmp_path):

@@ -19,6 +19,7 @@ from typing import Any
 
 from deepgrpo import config as config_lib
 from deepgrpo.config.constraints import CHOICES
+from deepgrpo.config.streams import steady, tool
 from deepgrpo.preflight import check_inputs
 
 GRADERS = CHOICES["rewards.grader"]
@@ -70,6 +71,7 @@ def configure(args: argparse.Namespace, rest: list[str]):
 
 
 if __name__ == "__main__" and sys.argv[1:2] != ["compare"]:
+    steady()
     ARGS, REST = arguments(sys.argv[1:])
     with config_lib.Setup("error"):
         CONFIG, STEP = (None, None) if ARGS.regrade else configure(ARGS, REST)
@@ -285,7 +287,7 @@ def open_policy(config, step, stack: contextlib.ExitStack, vocabulary, sampling:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["compare"] or ARGS.regrade:
-        with config_lib.Setup("error"):
+        with tool():
             if sys.argv[1:2] == ["compare"]:
                 sys.exit(compare_lib.main(sys.argv[2:]))
             result, changes = regrade(ARGS.regrade, ARGS.grader)

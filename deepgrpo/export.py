@@ -11,7 +11,7 @@ import pathlib
 
 import jax
 
-from deepgrpo.config import Setup
+from deepgrpo.config.streams import tool
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.weights import hf
@@ -47,9 +47,9 @@ def main() -> None:
     parser.add_argument("--model", type=pathlib.Path, help="Hugging Face folder the run started from (default: the run's record)")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # the accelerator may be busy training
-    with Setup("error"):
+    with tool():
         folder = export(args.checkpoint, args.out, args.model, args.dtype, args.best)
-    print(f"{folder} -> {args.out}")
+        print(f"{folder} -> {args.out}")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from deepgrpo.config import Setup, forest_folder
+from deepgrpo.config import forest_folder
 from deepgrpo.config.forest_folder import Place, Vocabulary
+from deepgrpo.config.streams import tool
 from deepgrpo.curriculum import forest_tools, forest_view
 from deepgrpo.curriculum.forest_records import Node, Tree
 from deepgrpo.curriculum.forest_tools import Saved
@@ -332,7 +333,7 @@ def natural(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
-    with Setup("error"):
+    with tool():
         args.function(args)
 
 

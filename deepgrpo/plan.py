@@ -92,6 +92,7 @@ import rich.console  # noqa: E402
 
 from deepgrpo.config.branch_rules import TEACHERLESS  # noqa: E402
 from deepgrpo.config.constraints import ORACLE  # noqa: E402
+from deepgrpo.config.streams import tool  # noqa: E402
 from deepgrpo.data import dataset as dataset_lib  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
 from deepgrpo.learner import flops, memory, packing, placement, sharding  # noqa: E402
@@ -492,5 +493,5 @@ def main(arguments: argparse.Namespace, config: Any) -> None:
 
 
 if __name__ == "__main__":
-    with config_lib.Setup("error"):
+    with tool():
         main(ARGUMENTS, CONFIG)

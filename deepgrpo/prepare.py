@@ -23,7 +23,7 @@ import rich.console
 import rich.markup
 import rich.table
 
-from deepgrpo.config import Setup
+from deepgrpo.config.streams import tool
 from deepgrpo.data import benchmarks as base
 from deepgrpo.data import benchmarks_agents, benchmarks_search, benchmarks_tables, contamination, readers, repair, sources
 from deepgrpo.data.benchmarks import Benchmark, Context, Converted, Options
@@ -402,9 +402,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args["split"], args["against"] = tuple(args["split"]), tuple(args["against"])
     fields = {field.name for field in dataclasses.fields(Options)}
     options = Options(**{name: value for name, value in args.items() if name in fields})
-    with Setup("error"):
+    with tool():
         report = prepare(Request(options=options, **{name: value for name, value in args.items() if name not in fields}))
-    show(report, args["out"], rich.console.Console(file=sys.stdout, soft_wrap=True))
+        show(report, args["out"], rich.console.Console(file=sys.stdout, soft_wrap=True))
 
 
 if __name__ == "__main__":

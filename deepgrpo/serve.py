@@ -23,9 +23,11 @@ import sys
 import threading
 
 from deepgrpo import config as config_lib
+from deepgrpo.config.streams import steady
 from deepgrpo.preflight import model_problems, vllm_python_problems
 
 if __name__ == "__main__":
+    steady()
     CONFIG, _ = config_lib.from_command_line(sys.argv)  # a mistyped key ends here, before JAX is imported
 
 import jax  # noqa: E402

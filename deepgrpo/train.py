@@ -18,8 +18,10 @@ The teacher works beside it: it corrects failures, and each prefix that student 
 import sys
 
 from deepgrpo import config as config_lib
+from deepgrpo.config.streams import steady
 
 if __name__ == "__main__":
+    steady()
     CONFIG, LINE = config_lib.from_command_line(sys.argv)  # a mistyped key or a missing file ends here, before JAX starts
 
 import concurrent.futures  # noqa: E402
@@ -27,9 +29,6 @@ import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
 import gc  # noqa: E402
 import logging  # noqa: E402
-import os  # noqa: E402
-import signal  # noqa: E402
-import threading  # noqa: E402
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -42,6 +41,7 @@ from deepgrpo.learner import distributed, nonfinite, sharding  # noqa: E402
 from deepgrpo.learner.attach import find_continuations  # noqa: E402
 from deepgrpo.learner.learner import Learner, PendingUpdate  # noqa: E402
 from deepgrpo.learner.minibatch import least_prompts, step_rows  # noqa: E402
+from deepgrpo.learner.stop import Stop  # noqa: E402
 from deepgrpo.learner.training_rows import Idle, training_rows  # noqa: E402
 from deepgrpo.loops import dynamic, reasoning, treerl  # noqa: E402
 from deepgrpo.loops.base import Setting, with_branches, with_sampling  # noqa: E402
@@ -70,7 +70,6 @@ GRADING_PATIENCE = 20  # deadlines of one answer that a whole batch may still wa
 
 def main(config, line) -> None:
     """Runs, or resumes, the run that `config` describes. `line` is the command line it came from, for the run's record."""
-    stop = stop_on_signal()
     setup = config_lib.Setup(f"run {config.name} cannot start", config_lib.run_folder(config) / "log.txt")
     with setup, contextlib.ExitStack() as stack:
         if config.compilation_cache:
@@ -79,15 +78,16 @@ def main(config, line) -> None:
         distributed.initialise(config.learner)
         if problems := config_lib.process_problems(config, jax.process_count()):
             raise config_lib.ConfigError("\n".join(problems))
-        train(config, line, stack, stop, setup)
+        train(config, line, stack, Stop(), setup)  # only now: JAX's own handler of SIGTERM was in the way
 
 
-def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setup: config_lib.Setup) -> None:
+def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_lib.Setup) -> None:
     ################################################################################################################
     #  Run folder
     ################################################################################################################
     first = jax.process_index() == 0  # of a learner of several processes, it alone writes and rolls out
     channel = stack.enter_context(distributed.open_channel(config.learner.coordinator))
+    stop.attach(channel)
     stack.enter_context(setup)  # inside the channel too, which tells of errors itself
     run = config_lib.run_folder(config)
     rubric_of(config.rewards)  # a reward of the user's that can't be imported ends the run here
@@ -228,7 +228,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
             groups = loop(greedy, prompts, at, "validation")
             records = dumps.validation_records(groups[: len(held_out)], at, tokenizer.decode)
             chosen_on = dumps.validation_records(groups[len(held_out) :], at, tokenizer.decode)
-            dumps.write(run / "validation" / f"{at}.jsonl", records + chosen_on)
+            dumps.show(run / "validation" / f"{at}.jsonl", records + chosen_on)
         of_selection = statistics.validation_metrics(chosen_on)
         return statistics.validation_metrics(records) | {f"{best.SELECTION}{key}": v for key, v in of_selection.items()}
 
@@ -346,7 +346,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
             metrics, late = write_log(*late), None
         if config.telemetry.rollouts_every and step % config.telemetry.rollouts_every == 0:
             with timer("dump_rollout_generations"):
-                dumps.write(run / "rollouts" / f"{step}.jsonl", dumps.rollout_records(groups, step, tokenizer.decode))
+                dumps.show(run / "rollouts" / f"{step}.jsonl", dumps.rollout_records(groups, step, tokenizer.decode))
 
         ############################################################################################################
         #  Checkpoint
@@ -358,22 +358,6 @@ def train(config, line, stack: contextlib.ExitStack, stop: threading.Event, setu
     progress.close()
     reason = "stopped by a signal" if stop.is_set() and not last else "finished"
     log.info("%s: %s, %s", reason, run, told(where()))
-
-
-def stop_on_signal() -> threading.Event:
-    """Set by the first SIGTERM or SIGINT: the step ends, is saved, and the program exits with 0. A second one ends it at once."""
-    stop = threading.Event()
-
-    def on_signal(number, _frame):
-        if stop.is_set():
-            os._exit(128 + number)
-        print("stopping after this step (once more: at once)", file=sys.stderr, flush=True)
-        stop.set()
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, on_signal)
-    return stop
 
 
 if __name__ == "__main__":

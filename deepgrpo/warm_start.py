@@ -12,8 +12,10 @@ recipe makes another one.
 import sys
 
 from deepgrpo import config as config_lib
+from deepgrpo.config.streams import steady
 
 if __name__ == "__main__":
+    steady()
     CONFIG, LINE = config_lib.from_command_line(sys.argv)  # a mistyped key ends here, before JAX starts
 
 import functools  # noqa: E402

@@ -24,7 +24,7 @@
 #   CUDA_VISIBLE_DEVICES=0,1 OPENAI_API_KEY=EMPTY .venv/bin/python -m deepgrpo.train --config=configs/math_1p5b.py \
 #       --config.rollout.engine=vllm --config.vllm.attach=http://127.0.0.1:8100,http://127.0.0.1:8101
 #
-# SIGTERM or Ctrl-C has the training save and stop; started again, it resumes. The teacher ends with this script, the policy's
+# SIGTERM, Ctrl-C, SIGHUP or SIGUSR1 has the training save and stop; started again, it resumes. The teacher ends with this script, the policy's
 # servers with the training, whatever ends those.
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;; esac
@@ -83,7 +83,7 @@ if [ -n "$teacher" ]; then
     printf '+ %s\n' "${serve[*]}"
     if [ -z "${DRY_RUN:-}" ]; then
         mkdir -p runs
-        "${serve[@]}" < <(exec tail --pid=$$ -f /dev/null) >>runs/teacher.log 2>&1 &
+        setsid "${serve[@]}" < <(exec tail --pid=$$ -f /dev/null) >>runs/teacher.log 2>&1 &
         pid=$!
         trap 'kill $pid 2>/dev/null || true; wait $pid || true' EXIT
         echo "waiting for the teacher (log: runs/teacher.log)"
@@ -99,7 +99,7 @@ printf '+ %s\n' "${train[*]} $*"
 if [ -n "${DRY_RUN:-}" ]; then exit; fi
 "${train[@]}" "$@" &
 trainer=$!
-trap 'kill -TERM $trainer' TERM INT # in the foreground it would keep this shell from hearing of them
+trap 'kill -TERM $trainer' TERM INT HUP USR1 USR2 XCPU # in the foreground it would keep this shell from hearing of them
 status=0
 wait $trainer || status=$?
 while kill -0 $trainer 2>/dev/null; do # that wait was cut short by a signal

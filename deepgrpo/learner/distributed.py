@@ -10,10 +10,12 @@ sent from host to host, so that nobody waits inside a collective operation, whos
 
 import contextlib
 import dataclasses
+import glob
 import io
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import sys
@@ -27,6 +29,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from deepgrpo.config.errors import ConfigError
 from deepgrpo.learner.rows import Row
 from deepgrpo.telemetry import waits
 
@@ -46,13 +49,62 @@ def initialise(section: Mapping[str, Any]) -> None:
     With learner.coordinator set, its three keys decide. Otherwise a scheduler that started several processes does (SLURM, Open
     MPI), or TPU_WORKER_HOSTNAMES with several hosts; without any, the process is alone.
     """
+    visible, tasks = visible_gpus(os.environ), tasks_of_node(os.environ)
     if section["coordinator"]:
         count, index = section["num_processes"], section["process_id"]
-        jax.distributed.initialize(section["coordinator"], count, index)
-    elif any(int(os.environ.get(name) or 1) > 1 for name in CLUSTERS) or "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        jax.distributed.initialize(section["coordinator"], count, index, cluster_detection_method="deactivate")
+    elif in_cluster(os.environ):
+        jax.distributed.initialize(local_device_ids=devices_of_task(os.environ, visible, tasks) or None)
+    elif "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
         jax.distributed.initialize()
+    if jax.process_count() > 1 and jax.default_backend() == "gpu" and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+        require_devices(jax.local_device_count(), visible, tasks)
     if jax.process_count() > 1:
         log.info("process %d of %d, with %d devices", jax.process_index(), jax.process_count(), jax.local_device_count())
+
+
+def in_cluster(environment: Mapping[str, str]) -> bool:
+    """Whether a scheduler started several processes. SLURM_NTASKS alone is also set in a batch script that starts one itself."""
+    many = any(int(environment.get(name) or 1) > 1 for name in CLUSTERS)
+    return many and ("OMPI_COMM_WORLD_SIZE" in environment or "SLURM_STEP_NODELIST" in environment)
+
+
+def visible_gpus(environment: Mapping[str, str]) -> int:
+    """How many GPUs of NVIDIA this process may use; 0 if there are none."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1", "none", "void")])
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def tasks_of_node(environment: Mapping[str, str]) -> int:
+    """Processes that the scheduler started on this host."""
+    if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:
+        return int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    listed = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")  # of each node: "8", "8(x2),4"
+    counts = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed) for _ in range(int(times or 1))]
+    return counts[min(int(environment.get("SLURM_NODEID", 0)), len(counts) - 1)]
+
+
+def devices_of_task(environment: Mapping[str, str], visible: int, tasks: int) -> list[int]:
+    """The GPUs of this process, by their place among the visible ones; JAX would take one, whatever is there.
+
+    Tasks that see the same GPUs share them evenly. Where a task sees fewer than its node has, those are its own.
+    """
+    rank = int(environment.get("SLURM_LOCALID") or environment.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0)
+    own = 0 < visible < int(environment.get("SLURM_GPUS_ON_NODE") or visible) or visible < tasks
+    share = visible if own else visible // tasks
+    return list(range(visible)) if own else list(range(rank * share, (rank + 1) * share))
+
+
+def require_devices(used: int, visible: int, tasks: int) -> None:
+    """Raises ConfigError if the tasks of a host leave GPUs idle that they can see."""
+    if used * tasks < visible:
+        raise ConfigError(
+            f"learner: {tasks} process(es) on this host use {used} GPU(s) each, of {visible} that they see -> start"
+            f" {visible} tasks a node (srun --ntasks-per-node={visible}), or one that has all; to leave some to others, name the"
+            " learner's in CUDA_VISIBLE_DEVICES"
+        )
 
 
 def require_agreement(value: Any, what: str) -> None:
@@ -81,8 +133,9 @@ class Channel:
     since they may wait for hours while rollouts are made: where none comes for SILENCE seconds, process 0 hangs.
     """
 
-    def __init__(self, connections: Sequence[connection.Connection]):
-        self._connections = connections
+    def __init__(self, connections: Sequence[connection.Connection], leads: bool = True):
+        self._connections, self.leads = connections, leads  # leads: this is process 0
+        self._told: set[int] = set()  # the others that were told to stop
         self._sent = self._taken = 0  # messages
         self._name = "nothing yet"  # of the newest message
         self._heard = dict.fromkeys(
@@ -113,7 +166,14 @@ class Channel:
         with self._hearing, contextlib.suppress(EOFError, OSError):
             for index, one in enumerate(self._connections, 1):
                 while one.poll():
-                    self._heard[index] = tuple(json.loads(one.recv_bytes()))
+                    self._note(index, one.recv_bytes())
+
+    def _note(self, index: int, content: bytes) -> None:
+        number, stage = json.loads(content)
+        if stage == "told":
+            self._told.add(index)
+        else:
+            self._heard[index] = number, stage
 
     def behind(self) -> str:
         """Which processes have not done what the newest message asks of them, for a line of the watchdog."""
@@ -132,7 +192,16 @@ class Channel:
         for index, one in enumerate(self._connections, 1):
             with waits.on(f"process {index} of the learner, to stop", HANGS), contextlib.suppress(EOFError, OSError):
                 while self._heard[index][0] < self._sent:
-                    self._heard[index] = tuple(json.loads(one.recv_bytes()))
+                    self._note(index, one.recv_bytes())
+
+    def report(self) -> None:
+        """Says to process 0 that this one was told to stop; for a signal's handler."""
+        self._connections[0].send_bytes(json.dumps((self._taken, "told")).encode())
+
+    def told(self) -> list[int]:
+        """The others that have reported."""
+        self._hear()
+        return sorted(self._told)
 
     def beat(self) -> None:
         """Tells the others that process 0 lives, whatever its main thread does."""
@@ -188,11 +257,11 @@ def open_channel(coordinator: str = "") -> Iterator[Channel | None]:
         stack.enter_context(_ends_all())
         if jax.process_index():
             ours = stack.enter_context(_reach(json.loads(_broadcast(b""))))
-            yield Channel([ours])
+            yield Channel([ours], leads=False)
             return
         key = secrets.token_hex(16)
-        listener = stack.enter_context(connection.Listener(("", 0), backlog=jax.process_count(), authkey=key.encode()))
-        _broadcast(json.dumps({"addresses": _addresses(coordinator), "port": listener.address[1], "key": key}).encode())
+        listener = stack.enter_context(_listen(coordinator, key.encode()))
+        _broadcast(json.dumps({"address": listener.address, "key": key}).encode())
         accepted: list[connection.Connection] = []
         count = jax.process_count() - 1
         with waits.on(lambda: f"{count - len(accepted)} of {count} processes of the learner, to connect", SILENCE):
@@ -221,25 +290,26 @@ def _ends_all() -> Iterator[None]:
 
 
 def _reach(greeting: Mapping[str, Any]) -> connection.Connection:
-    """Connects to process 0 at the first of its addresses that answers."""
-    failures = []
-    for host in greeting["addresses"]:
-        try:
-            return connection.Client((host, greeting["port"]), authkey=greeting["key"].encode())
-        except OSError as error:
-            failures.append(f"{host}: {error}")
-    raise ConnectionError(
-        f"process 0 cannot be reached at port {greeting['port']}: {'; '.join(failures)}. Set learner.coordinator"
-    )
+    host, port = greeting["address"]
+    try:
+        return connection.Client((host, port), authkey=greeting["key"].encode())
+    except OSError as error:
+        raise ConnectionError(
+            f"process 0 cannot be reached at {host}, port {port}: {error}. Set learner.coordinator to a name or address of its"
+            " host in the learner's network"
+        ) from error
 
 
-def _addresses(coordinator: str) -> list[str]:
-    """Where this host may be reached, best first: the configured name, the address of its default route, its own name."""
-    found = [coordinator.rpartition(":")[0].strip("[]")] if coordinator else []
+def _listen(coordinator: str, key: bytes) -> connection.Listener:
+    """On one of this host's addresses, not on all: the coordinator's, else that of the default route, else of its own name."""
+    hosts = [coordinator.rpartition(":")[0].strip("[]")] if coordinator else []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing: only asks which interface would
-        found.append(probe.getsockname()[0])
-    return [*found, socket.gethostname(), "127.0.0.1"]
+        hosts.append(probe.getsockname()[0])
+    for host in [*hosts, socket.gethostname()]:
+        with contextlib.suppress(OSError):  # a name that others use for this host need not be an address of its own
+            return connection.Listener((socket.gethostbyname(host), 0), backlog=jax.process_count(), authkey=key)
+    return connection.Listener(("127.0.0.1", 0), backlog=jax.process_count(), authkey=key)
 
 
 def _broadcast(text: bytes) -> bytes:

@@ -112,7 +112,7 @@ class Diagnostics:
             return
         arguments = (self._curriculum, step, self._decode, self._threshold, self._keys.compare_states)
         if table := teacher_table.records(groups, *arguments):
-            dumps.write(self._table / f"{step}.jsonl", table)
+            dumps.show(self._table / f"{step}.jsonl", table)
             self._compared = step
 
     def recovers(self, step: int) -> bool:
@@ -137,7 +137,7 @@ class Diagnostics:
                     max_model_len=self._config.rollout.max_model_len,
                 )
             )
-            dumps.write(folder / f"{step}.jsonl", records)
+            dumps.show(folder / f"{step}.jsonl", records)
         return recoverability.metrics(records)
 
     def metrics(self, rows: Sequence[Row], known: Mapping[str, float], step: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from deepgrpo.telemetry.log import no_end
 from deepgrpo.types import Group, Ids, Rollout
 
 Decode = Callable[[list[int]], str]  # ids to text, special tokens kept
@@ -69,10 +70,18 @@ def write(path: str | pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    with open(part, "w", encoding="utf-8") as file:
+    with open(part, "w", encoding="utf-8", errors="backslashreplace") as file:  # half a character is JSON's own escape then
         for entry in records:
             file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
     part.replace(path)
+
+
+def show(path: str | pathlib.Path, records: Iterable[dict[str, Any]]) -> bool:
+    """`write` for reading matter, which is not worth a run: False, and a warning, if it could not be written."""
+    with no_end(f"{pathlib.Path(path).parent}"):
+        write(path, records)
+        return True
+    return False
 
 
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:

@@ -1,19 +1,25 @@
 """The run's log: everything that is said goes to the terminal and, with the time, to `<run>/log.txt`.
 
 A warning or an error that repeats within a step, because every answer or every request meets the same fault, is said once; how
-often it came is said at the end of the step (`end_step`). Its traceback is said once a run.
+often it came is said at the end of the step (`end_step`). Its traceback is said once a run, and so is the whole record if it has
+the attribute `once`.
 """
 
 import collections
+import contextlib
 import logging
 import pathlib
 import re
 import sys
 import threading
+from collections.abc import Iterator
 
+from deepgrpo.config.errors import describe
 from deepgrpo.config.secrets import redact
 
 VARIANTS = 20  # different texts of one line of code, a step
+
+log = logging.getLogger(__name__)
 
 
 class OncePerStep(logging.Filter):
@@ -41,7 +47,8 @@ class OncePerStep(logging.Filter):
                 if kind not in self._counts and sum(known[:2] == place for known in self._counts) >= VARIANTS:
                     kind = *place, ""
                 self._counts[kind] += 1
-                record.first = self._counts[kind] == 1
+                once = getattr(record, "once", False) and kind in self._explained
+                record.first = self._counts[kind] == 1 and not once
                 self._texts[kind] = text[:200]
                 if record.first and kind in self._explained:
                     record.msg, record.args, record.exc_info, record.exc_text = text, (), None, None
@@ -64,6 +71,27 @@ class Redacted(logging.Formatter):
         return redact(super().format(record))
 
 
+class LogFile(logging.FileHandler):
+    """The log's file. When it can no longer be written, the terminal says so once."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.failed and sys.stderr:
+            print(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]}): the run goes on without it", file=sys.stderr)
+        self.failed = True
+
+
+@contextlib.contextmanager
+def no_end(what: str) -> Iterator[None]:
+    """A block that only shows something: its failure is said once a run, and ends nothing."""
+    try:
+        yield
+    except Exception as error:
+        unforeseen = None if isinstance(error, OSError) else error
+        log.warning("%s could not be written: %s", what, describe(error), exc_info=unforeseen, extra={"once": True})
+
+
 _repeats = OncePerStep()
 
 
@@ -73,7 +101,7 @@ def open_log(run_folder: str | pathlib.Path) -> logging.Handler:
     _repeats = OncePerStep()
     folder = pathlib.Path(run_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
+    handler = LogFile(folder / "log.txt", encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(Redacted("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal = logging.StreamHandler(sys.stdout)
     terminal.setFormatter(Redacted("%(message)s"))

@@ -11,8 +11,11 @@ import math
 import os
 import pathlib
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
+
+from deepgrpo.telemetry.log import no_end
 
 FILE = "metrics.jsonl"
 OF_THE_PROCESS = re.compile(
@@ -35,11 +38,10 @@ class Metrics:
             set_aside(self.path)
         self._last = truncate_after(self.path, resumed_step)
         self._file = open(self.path, "ab")
-        self._writer = None
+        self._events = None
         if tensorboard:
-            import tensorboardX  # optional: only who asks for it pays its import
-
-            self._writer = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
+            with no_end("TensorBoard"):
+                self._events = Events(folder / "tensorboard", resumed_step + 1)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends a step's metrics, flushed to the operating system.
@@ -53,9 +55,7 @@ class Metrics:
         values = {key: as_number(key, value) for key, value in metrics.items()}
         self._file.write(encode({"step": step} | dict(sorted(values.items()))))
         self._file.flush()
-        if self._writer:
-            for key, value in values.items():
-                self._writer.add_scalar(key, value, step)
+        self._show("write", step, values)
 
     def sync(self) -> dict[str, str]:
         """Forces everything to disk; call it before a checkpoint is committed, which must not know more than the file.
@@ -64,8 +64,7 @@ class Metrics:
           What the checkpoint keeps of the file, to recognise it by.
         """
         os.fsync(self._file.fileno())
-        if self._writer:
-            self._writer.flush()
+        self._show("flush")
         with open(self.path, "rb") as file:
             return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -73,9 +72,47 @@ class Metrics:
         if not self._file.closed:
             self.sync()
             self._file.close()
-        if self._writer:
-            self._writer.close()
-            self._writer = None
+        self._show("close")
+        self._events = None
+
+    def _show(self, action: str, *arguments: Any) -> None:
+        """TensorBoard is for people: where it fails, it ends, and the run goes on."""
+        events, self._events = self._events, None
+        if events:
+            with no_end("TensorBoard"):
+                getattr(events, action)(*arguments)
+                self._events = events
+
+
+class Events:
+    """TensorBoard's file, written in this thread: the usual writer's own thread dies of a full disk, and whoever feeds it hangs.
+
+    first_step: what an earlier start wrote from here on is no longer shown.
+    """
+
+    def __init__(self, folder: pathlib.Path, first_step: int):
+        from tensorboardX.event_file_writer import EventsWriter  # optional: only who asks for it pays its import
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = EventsWriter(str(folder / "events"))
+        self._add(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        self.flush()
+
+    def _add(self, **fields: Any) -> None:
+        self._file.write_event(self._event(wall_time=time.time(), **fields))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        entries = [self._summary.Value(tag=key, simple_value=value) for key, value in values.items()]
+        self._add(step=step, summary=self._summary(value=entries))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def as_number(key: str, value: Any) -> int | float:

@@ -6,7 +6,6 @@ the step's rollouts made of it.
 
 import dataclasses
 import hashlib
-import logging
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,8 +22,6 @@ COUNTS = ("active", "created_step", "observations", "last_k_succ", "last_k_total
 COUNTS += ("last_rollout_step", "last_success_step", "last_fail_step", "last_dispatch_step", "last_sft_step", "waiting_events")
 PLACE = ("depth_edges", "depth_tokens", "descendants", "deepest_depth")
 FAMILY = ("lineage", "lineage_truncated", "children", "children_truncated")
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,12 +157,8 @@ def sha1(ids: Ids) -> str:
 
 
 def write(path: pathlib.Path, records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Writes a step's records and returns `prefix_debug_dump/*`. A disk that refuses them is warned of: reading matter is not
-    worth a run."""
-    try:
-        dumps.write(path, records)
-    except OSError as error:
-        log.warning("the dump of hard states %s could not be written: %s", path, error)
+    """Writes a step's records and returns `prefix_debug_dump/*`."""
+    if not dumps.show(path, records):
         return {"prefix_debug_dump/records": 0.0, "prefix_debug_dump/deeper_records": 0.0}
     deeper = sum(record["source"] == "forest_debug_deeper" for record in records)
     return {"prefix_debug_dump/records": float(len(records)), "prefix_debug_dump/deeper_records": float(deeper)}

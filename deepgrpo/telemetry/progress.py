@@ -11,6 +11,7 @@ import rich.live
 import rich.text
 
 from deepgrpo.telemetry import waits
+from deepgrpo.telemetry.log import no_end
 
 STAGES = {  # what a part waits for, for the watchdog's line
     "gen": "rollouts and their verdicts",
@@ -70,20 +71,22 @@ class Progress:
         self._console = (console or rich.console.Console()) if enabled else None
         self._live = None
         if self._console and self._console.is_terminal:
-            self._live = rich.live.Live(console=self._console, auto_refresh=False, transient=False)
-            self._live.start()
+            with no_end("the progress line"):
+                self._live = rich.live.Live(console=self._console, auto_refresh=False, transient=False)
+                self._live.start()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a finished step, given everything that goes into metrics.jsonl for it."""
         if self._console is None:
             return
-        self._validation = validation_score(metrics, self._validation)
-        known = {"training/global_step": step, **metrics}
-        line = describe(step, self._ends, known, self._validation, self.seconds_left(known))
-        if self._live:
-            self._live.update(rich.text.Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        else:
-            self._console.print(line, highlight=False, soft_wrap=True)
+        with no_end("the progress line"):
+            self._validation = validation_score(metrics, self._validation)
+            known = {"training/global_step": step, **metrics}
+            line = describe(step, self._ends, known, self._validation, self.seconds_left(known))
+            if self._live:
+                self._live.update(rich.text.Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+            else:
+                self._console.print(line, highlight=False, soft_wrap=True)
 
     def seconds_left(self, metrics: Mapping[str, float]) -> float:
         """Extrapolates this start's pace to the end that comes first; NaN before its first step."""
@@ -94,9 +97,10 @@ class Progress:
         return min((elapsed / made * max(left, 0.0) for made, left in ends if made > 0), default=math.nan)
 
     def close(self) -> None:
-        if self._live:
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live:
+            with no_end("the progress line"):
+                live.stop()
 
 
 def validation_score(metrics: Mapping[str, float], last: float) -> float:

@@ -1,5 +1,6 @@
 """What the loop's fault tests share: a short finished run of the demo's student, made once, and the demo's command line."""
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from deepgrpo import config as config_lib
+from deepgrpo.weights import run_folder
 from tests.conftest import ROOT
 
 STEPS = 3
@@ -40,6 +42,20 @@ def started(folder: pathlib.Path, environment: dict[str, str] | None = None, **o
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def begin(folder: pathlib.Path, **overrides: object):
+    """The start of `train.main`, up to the log; returns (step that is resumed, what log.txt says)."""
+    config, line = configured(folder, **overrides)
+    folder = config_lib.run_folder(config)
+    with config_lib.Setup(f"run {config.name} cannot start", folder / "log.txt"), contextlib.ExitStack() as stack:
+        _, resumed = run_folder.begin(config, line, stack, True, ["cpu"])
+        said = (folder / "log.txt").read_text()
+    return resumed, "".join(line for line in said.splitlines(True) if "began: run_dir:" not in line)  # the copy lies elsewhere
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,7 @@ def run_tests(context: str, code: str, *, seconds: float, allow_network: bool = 
     only it was told.
     """
     nonce = secrets.token_hex(16)
-    job = {"context": context, "code": code, "shared": bool(DRAWS.search(context)), "nonce": nonce}
+    job = {"context": context, "code": code, "draws": bool(DRAWS.search(context)), "nonce": nonce}
     with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answer:
         question.write(json.dumps(job).encode())
         question.seek(0)

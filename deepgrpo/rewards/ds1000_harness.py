@@ -6,13 +6,14 @@ arrays, tables), rebuilt from an allow-list of types. Anything else, such as an 
 the workshop and is represented by a `Remote`, which can be called and read but equals nothing. So an always-equal object, an
 early exit, a patched module or a forged verdict have nothing to act on.
 
-Tests that look at the drawing state of matplotlib, which can't be brought over, run as a whole in the workshop ("shared"). There
-an early exit still fails, but code that searches its own process could find the words that report success.
+The figures that tested code leaves in matplotlib are brought over in the same way after each run, since tests look at them
+("draws"). A figure that cannot be brought over leaves no verdict.
 """
 
 import builtins
 import contextlib
 import ctypes
+import functools
 import importlib
 import importlib.util
 import io
@@ -21,7 +22,6 @@ import marshal
 import os
 import pickle
 import re
-import secrets
 import socket
 import subprocess
 import sys
@@ -67,11 +67,40 @@ PLAIN = {
     "numpy.matrixlib.defmatrix": {"matrix"},
 }
 LIBRARIES = frozenset(("numpy", "pandas", "scipy", "sklearn", "torch", "tensorflow", "xgboost", "lightgbm", "statsmodels"))
+DRAWING = ("matplotlib", "mpl_toolkits")
+NOT_DRAWN = ("animation", "backends", "dviread", "testing", "texmanager", "sphinxext", "widgets")
+FIGURES = {
+    "functools": {"partial"},
+    "itertools": {"count"},
+    "matplotlib.backend_bases": {"_key_handler", "_mouse_handler"},
+    "matplotlib.cbook": {"_exception_printer"},
+    "matplotlib.colorbar": {"_remove_cbar_axes"},
+    "numpy": {"log", "log2", "log10", "exp", "exp2", "power"},
+    "numpy.ma": {"MaskedArray"},
+}
 REBUILDERS = re.compile(r"(?:^|_)(?:new|unpickle|rebuild|reconstruct)(?:_|$)")  # functions by which libraries restore values
 
 
-class Unpickler(pickle.Unpickler):
-    """Loads values of known types only; UnpicklingError for any other, whose code would run here."""
+class Unpickler(pickle._Unpickler):  # the one in Python: its steps can be guarded
+    """Loads values of known types only; UnpicklingError for any other, whose code would run here.
+
+    Nothing but what `find_class` gave is called, and nothing is set on a class, whose methods the tests use.
+    """
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type | types.ModuleType | types.FunctionType | types.BuiltinFunctionType):
+            raise pickle.UnpicklingError("an attribute of a class or a function would change")
+        super().load_build()
+
+    def load_reduce(self) -> None:
+        function = self.stack[-2]
+        if isinstance(function, types.MethodType | functools.partial) or not callable(function):
+            raise pickle.UnpicklingError("only types and functions that restore values are called")
+        super().load_reduce()
+
+    dispatch[pickle.BUILD[0]], dispatch[pickle.REDUCE[0]] = load_build, load_reduce
 
     def find_class(self, module: str, name: str):
         if name in PLAIN.get(module, ()):
@@ -88,12 +117,41 @@ class Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not a plain value's type")
 
 
+class FigureUnpickler(Unpickler):
+    """Loads figures of matplotlib, too: objects of its classes, but for those that start programs or read files."""
+
+    def find_class(self, module: str, name: str):
+        if (module, name) == ("builtins", "getattr"):
+            return _method
+        if name in FIGURES.get(module, ()):
+            return pickle._Unpickler.find_class(self, module, name)
+        if module.partition(".")[0] in DRAWING and module.split(".")[1] not in NOT_DRAWN:
+            found = pickle._Unpickler.find_class(self, module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        return super().find_class(module, name)
+
+
+def _method(owner, name: str):
+    """A method of a drawn object, or of the list that holds it, which others hold as a callback."""
+    if type(owner) is list and name == "remove":
+        return owner.remove
+    found = getattr(owner, name) if type(owner).__module__.partition(".")[0] in DRAWING and not name.startswith("__") else None
+    if not isinstance(found, types.MethodType) or found.__self__ is not owner:
+        raise pickle.UnpicklingError(f"{name} is no method of a drawn object")
+    return found
+
+
 def _torch_storage(data: bytes):
     return importlib.import_module("torch").load(io.BytesIO(data), weights_only=True)
 
 
 def load(data: bytes):
     return Unpickler(io.BytesIO(data)).load()
+
+
+def open_figures() -> list[int]:
+    return sys.modules["matplotlib.pyplot"].get_fignums() if "matplotlib.pyplot" in sys.modules else []
 
 
 class Remote:
@@ -129,7 +187,8 @@ class Remote:
 class Workshop:
     """The harness's end: runs code in the other process, on dicts that are kept the same on both sides."""
 
-    def __init__(self):
+    def __init__(self, draws: bool = False):
+        self._draws = draws
         ours, theirs = (Connection(end.detach()) for end in socket.socketpair())
         self._connection = ours
         self._process = subprocess.Popen(
@@ -153,12 +212,6 @@ class Workshop:
     def items(self, handle: int) -> list:
         return [self._decoded(item) for item in self._exchange(("list", handle, (), {}))["items"]]
 
-    def tests(self, context: str, code: str) -> None:
-        """Runs the tests themselves over there ("shared")."""
-        words = secrets.token_hex(16)
-        if self._exchange(("tests", context, code, words))["words"] != words:
-            raise Raised("the tests did not end by themselves")
-
     def close(self) -> None:
         self._connection.close()
         self._process.kill()
@@ -170,8 +223,19 @@ class Workshop:
             globals, locals = frame.f_globals, frame.f_locals if frame.f_locals is not frame.f_globals else None
         source = ("code", marshal.dumps(code)) if isinstance(code, types.CodeType) else ("text", code)
         spaces = [globals] if locals is None or locals is globals else [globals, locals]
-        answer = self._exchange((what, source, [(self._number(space), self._names(space)) for space in spaces]), spaces)
+        drawn = open_figures() if self._draws else None
+        answer = self._exchange((what, source, [(self._number(space), self._names(space)) for space in spaces], drawn), spaces)
+        if self._draws:
+            self._draw(answer.get("figures", ()))
         return self._decoded(answer["value"])
+
+    def _draw(self, figures) -> None:
+        """Opens here the figures that are open over there."""
+        for data in figures:
+            try:
+                FigureUnpickler(io.BytesIO(data)).load()  # a figure of pyplot enters itself under its number
+            except Exception as error:
+                raise Broken(f"a figure cannot be brought over: {type(error).__name__}: {error}") from error
 
     def _exchange(self, message, spaces=()) -> dict:
         try:
@@ -264,17 +328,18 @@ class Bench:
                 answer["raised"] = (type(error).__name__, str(error)[:2000], getattr(error, "name", None))
             if message[0] in ("exec", "eval"):
                 answer["spaces"] = [self._changes(number, names) for number, names in message[2]]
+                answer["figures"] = self._figures() if message[3] is not None else []
             answer["printed"] = printed.getvalue()
             self._connection.send_bytes(pickle.dumps(answer))
 
     def _done(self, what: str, *args) -> dict:
         if what in ("exec", "eval"):
-            (form, source), spaces = args
+            (form, source), spaces, drawn = args
+            if drawn is not None:
+                self._close_all_but(drawn)
             source = marshal.loads(source) if form == "code" else source
             spaces = [self._space(number, names) for number, names in spaces]
             return {"value": self._encoded((exec if what == "exec" else eval)(source, *spaces))}
-        if what == "tests":
-            return {"words": self._tests(*args)}
         handle, args, kwargs = args
         target, args = self._kept[handle], [self._decoded(value) for value in args]
         kwargs = {name: self._decoded(value) for name, value in kwargs.items()}
@@ -284,9 +349,19 @@ class Bench:
             return {"items": [self._encoded(item) for item in target]}
         return {"value": self._encoded(actions[what]())}
 
-    def _tests(self, context: str, code: str, words: str) -> str:
-        run_tests(context, code, {})
-        return words
+    def _close_all_but(self, drawn: list[int]) -> None:
+        for number in set(open_figures()) - set(drawn):  # the tests closed it
+            sys.modules["matplotlib.pyplot"].close(number)
+
+    def _figures(self) -> list[bytes]:
+        """The open figures; one that cannot be pickled is an empty text, which cannot be brought over."""
+        figures = []
+        for number in open_figures():
+            try:
+                figures.append(pickle.dumps(sys.modules["matplotlib.pyplot"].figure(number)))
+            except Exception:
+                figures.append(b"")
+        return figures
 
     def _space(self, number: int, names: dict) -> dict:
         space = self._spaces.setdefault(number, {})
@@ -333,13 +408,10 @@ def run_tests(context: str, code: str, overrides: dict) -> None:
 
 def harness(job: dict) -> dict:
     """The verdict on one job: passed, failed, or broken (a fault of the tests or of this machine, not of the code)."""
-    workshop = Workshop()
+    workshop = Workshop(job["draws"])
     try:
         compile(job["context"], "<tests>", "exec")
-        if job["shared"]:
-            workshop.tests(job["context"], job["code"])
-        else:
-            run_tests(job["context"], job["code"], {"exec": workshop.exec, "eval": workshop.eval})
+        run_tests(job["context"], job["code"], {"exec": workshop.exec, "eval": workshop.eval})
     except BaseException as error:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         detail = "".join(traceback.format_exception_only(error)).strip()[-500:]

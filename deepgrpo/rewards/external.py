@@ -18,6 +18,7 @@ from deepgrpo.endpoint.cache import ReplayMiss
 from deepgrpo.rewards import ds1000, dsbench, research, sandbox
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.judges import Judge, NoVerdict
+from deepgrpo.rewards.verdict import checked
 from deepgrpo.types import Grade
 
 EXECUTED: dict[str, Callable[..., Grade]] = {"ds1000": ds1000.grade, "DSBench_data_modeling": dsbench.grade}
@@ -105,7 +106,8 @@ class ExternalGrading:
     async def _judged(self, answer: Answer) -> Grade:
         try:
             async with asyncio.timeout(self._judge_deadline):
-                return await JUDGED[answer.data_source](answer, self._judge, self._strict)
+                grade = await JUDGED[answer.data_source](answer, self._judge, self._strict)
+            return checked(grade, f"the grader of {answer.data_source}")
         except NoVerdict as error:
             log.warning("no verdict on %s: %s", answer.data_source, error)
             return Grade(None, False, f"judge_{error.kind}")
@@ -160,7 +162,7 @@ class ExternalGrading:
 
 def _guarded(run: Callable[[Answer], Grade], answer: Answer) -> Grade:
     try:
-        return run(answer)
+        return checked(run(answer), f"the grader of {answer.data_source}")
     except Exception:
         return _failed(answer)
 

@@ -1,7 +1,9 @@
 """DS-1000: code in, verdict out, and no way for the code to write it."""
 
 import functools
+import io
 import json
+import pickle
 
 import numpy  # noqa: F401  the harness's cases need it
 import pytest
@@ -51,6 +53,29 @@ def test_execution(code):
     exec(code, globals())
     assert check(result)
 """
+PLOT = """
+import matplotlib.pyplot as plt
+def test_execution(code):
+    for title in ("one", "two"):
+        plt.figure(); plt.plot([0], [0]); plt.close()
+        exec("import matplotlib.pyplot as plt\\n" + code + "\\nplt.savefig('output.png')\\nresult = None", {"title": title})
+        ax = plt.gca()
+        assert ax.get_title() == title and ax.get_lines()[0].get_linestyle() == "--"
+        assert [text.get_text() for text in ax.get_legend().get_texts()] == ["y"]
+        assert open("output.png", "rb").read(4) == b"\\x89PNG" and len(plt.get_fignums()) == 1
+        plt.close("all")
+"""
+DRAWN = "plt.plot([1, 2], [1, 4], '--', label='y')\nplt.legend(loc='upper left')\nplt.title(title)"
+FIND = """
+import gc, sys
+frame = sys._getframe()
+while frame:
+    for space in (frame.f_locals, frame.f_globals):
+        for name, value in list(space.items()):
+            if name in ("words", "test_execution", "exec_test", "run_tests"): space[name] = lambda *a, **k: None
+            if isinstance(value, str) and len(value) == 32: print(value)
+    frame = frame.f_back
+"""
 ALWAYS = "class E:\n    def __eq__(self, other): return True\n"
 
 
@@ -93,6 +118,8 @@ def test_golden(case):
         (SUM, "x.append(0)\nresult = sum(x)"),
         (SUM, "import os\nresult = sum(x)  # \u00e9 \u4e2d"),
         ("# matplotlib\n" + SUM, "result = sum(x)"),
+        (PLOT, DRAWN),
+        (PLOT, "plt.minorticks_on(); plt.grid(True); plt.scatter([1], [1], c=[1]); plt.bar([1], [1], hatch='/')\n" + DRAWN),
         ("result = None\ndef test_execution(code):\n    exec(code, globals())\n    assert result == 9\n", "result = 9"),
     ],
 )
@@ -120,6 +147,18 @@ def test_right_code_passes(context, code):
         (OWN_SPACE, "def abs(v): return 0\nresult = 100"),
         (OWN_SPACE, "def test_string(code): pass\ndef check(v): return True\nresult = 100"),
         (OWN_SPACE + "def test_string(code):\n    assert 'sum' in code\n", "def test_string(code): pass\nresult = 9"),
+        (PLOT, DRAWN.replace("--", ":")),
+        (PLOT, DRAWN.replace("(title)", "('one')")),
+        (PLOT, FIND + DRAWN.replace("--", ":")),
+        (
+            PLOT,
+            FIND
+            + "import matplotlib.axes; matplotlib.axes.Axes.get_title = lambda self: 'one'\n"
+            + DRAWN.replace("title)", "'x')"),
+        ),
+        (PLOT, "pass"),
+        (PLOT, "import os; os._exit(0)"),
+        ("# matplotlib\n" + SUM, FIND + "result = 5"),
         ("# matplotlib\n" + SUM, "import os; os._exit(0)"),
         ("# matplotlib\n" + SUM, "raise SystemExit(0)"),
     ],
@@ -135,6 +174,27 @@ def test_wrong_code_and_tricks_fail(context, code):
 def test_faults_of_the_tests_are_no_verdict(context):
     grade = graded("```python\nresult = 6\n```", context)
     assert (grade.reward, grade.reason) == (None, "broken_tests")
+
+
+def test_a_figure_that_cannot_be_brought_over_is_no_verdict():
+    grade = graded(f"```python\n{DRAWN}\nplt.gca().xaxis.set_major_formatter(lambda x, at: 'x')\n```", PLOT)
+    assert (grade.reward, grade.reason) == (None, "broken_tests")
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        b"cmatplotlib.figure\nFigure\n(N}X\x08\0\0\0suptitlecbuiltins\nlist\nstb.",  # an attribute of a class
+        b"cbuiltins\ngetattr\n(cmatplotlib.figure\nFigure\nX\x08\0\0\0suptitletR.",  # of a class, not of a drawn object
+        b"cmatplotlib.animation\nFFMpegWriter\n)R.",
+        b"cmatplotlib.pyplot\nsavefig\n(X\x01\0\0\0xtR.",
+        b"cfunctools\npartial\n(cbuiltins\nlist\ntR)R.",
+        b"cos\nsystem\n(X\x01\0\0\0xtR.",
+    ],
+)
+def test_what_changes_the_tests_own_process_is_not_loaded(attack):
+    with pytest.raises(pickle.UnpicklingError):
+        ds1000_harness.FigureUnpickler(io.BytesIO(attack)).load()
 
 
 def test_a_module_that_only_the_code_wants_is_its_fault():

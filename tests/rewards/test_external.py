@@ -11,6 +11,7 @@ from deepgrpo.endpoint.cache import ReplyCache
 from deepgrpo.endpoint.client import Client
 from deepgrpo.rewards import external, judges
 from deepgrpo.rewards.answer import Answer
+from deepgrpo.types import Grade
 from tests.rewards.judge_server import JudgeServer
 
 
@@ -152,3 +153,17 @@ def test_errors_and_refusals():
             grading.submit(answer("ds1000", "", finish="abort"))
     with pytest.raises(RuntimeError, match="closed"):
         grading.submit(answer("ds1000", ""))
+
+
+@pytest.mark.parametrize("bad", [0.5, None, Grade(float("nan"), True, "judged"), Grade("1", True, "judged")])
+def test_a_grade_that_is_none_is_no_verdict(bad, monkeypatch):
+    async def judged(*_):
+        return bad
+
+    monkeypatch.setitem(external.JUDGED, "research", judged)
+    monkeypatch.setitem(external.EXECUTED, "ds1000", lambda *_, **__: bad)
+    monkeypatch.setattr(external.ds1000, "grade", lambda *_, **__: bad)
+    monkeypatch.setattr(external.sandbox, "wall_level", lambda *_: "namespaces")
+    with JudgeServer(say) as server, external.ExternalGrading(["research", "ds1000"], judge=judge_at(server)) as grading:
+        for source in ("research", "ds1000"):
+            assert grading.submit(answer(source, "x")).result(20) == Grade(None, False, "error")

@@ -127,7 +127,7 @@ def prints_date(name: str, tokenizer: Tokenizer) -> bool:
     """Whether prompts of the template hold the date: they differ when the clock does.
 
     Raises:
-      ValueError: the chat template refuses a question, or gives other prompts each time at the same time.
+      ValueError: the chat template refuses a question, leaves it out, or gives other prompts each time at the same time.
     """
     if name not in CHAT:
         return False
@@ -135,6 +135,8 @@ def prints_date(name: str, tokenizer: Tokenizer) -> bool:
     own = tokenizer.get_chat_template() if tokenizer.chat_template else ""  # `rendered` says that there is none
     texts = [at_time(own, time) for time in TIMES]
     made = [{rendered(ask, tokenizer, add_generation_prompt=True, chat_template=text) for _ in range(8)} for text in texts]
+    if not all("QUESTION" in text for texts in made for text in texts):
+        raise ValueError("the chat template leaves out what the user says")
     if max(map(len, made)) > 1:
         raise ValueError("the chat template gives another prompt each time (it draws at random), so no run could be repeated")
     return made[0] != made[1]

@@ -49,6 +49,7 @@ def load_tokenizer(path: str, began: str = "") -> Tokenizer:
 
     Raises:
       FileNotFoundError: no such folder, or no tokenizer in it; says which files were expected.
+      ValueError: its chat template is no text.
     """
     folder = pathlib.Path(path)
     if not folder.is_dir():
@@ -62,6 +63,8 @@ def load_tokenizer(path: str, began: str = "") -> Tokenizer:
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     template = tokenizer.chat_template
+    if not isinstance(template, str | dict | None):
+        raise ValueError(f"{path}: chat_template is {template!r}, expected text")
     if began and isinstance(template, dict):
         tokenizer.chat_template = {name: at_time(text, began) for name, text in template.items()}
     elif began and template:

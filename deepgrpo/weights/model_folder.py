@@ -4,6 +4,7 @@ A file's presence says little: it may be a pointer, a page that says 404, the fi
 file is looked into, the tokenizer is loaded, and one prompt of each kind is made by the function that the run makes them with.
 """
 
+import difflib
 import pathlib
 import re
 from typing import Any
@@ -26,6 +27,7 @@ OF_OTHERS = (  # first bytes of what is found in the place of a model's files, b
     (b"GGUF", "weights in llama.cpp's GGUF format"),
     (b"\x80\x02\x8a\x0a", "a file that torch.save wrote"),
 )
+LOCAL = ("models/", "runs/", "checkpoints/", "outputs/", "output/")  # no owners of models at Hugging Face
 SUPPORTED = (
     "choose a model of a supported family: Qwen2 and Qwen2.5, Qwen3 (dense), Llama 2 to 3.3, SmolLM2, or another one whose "
     "model_type is llama, qwen2 or qwen3, e.g. hf download Qwen/Qwen2.5-1.5B-Instruct --local-dir models/Qwen2.5-1.5B-Instruct"
@@ -76,7 +78,7 @@ def problems(config: Any) -> list[Finding]:
         return findings
     try:
         model = ModelConfig.from_hf(folder)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return [*findings, Finding(f"model: {error}", _remedy_of_config(folder))]
     if not any(name.endswith(".safetensors") or name == tensors.INDEX for name in damaged):
         findings += _weights(config, folder, model)
@@ -111,7 +113,7 @@ def _place(config: Any, folder: pathlib.Path) -> Finding | None:
         return Finding(what, remedy)
     if not path.strip() or not folder.is_dir():
         name = re.sub(r"^(https?://huggingface\.co/|hf://)", "", path).strip("/")
-        is_path = path.startswith(("/", ".", "~")) or folder.parent.is_dir() or origin
+        is_path = path.startswith(("/", ".", "~", *LOCAL)) or folder.parent.is_dir() or origin
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not is_path:
             local = f"models/{name.partition('/')[2]}"
             what = (
@@ -120,9 +122,11 @@ def _place(config: Any, folder: pathlib.Path) -> Finding | None:
             return Finding(what, f"hf download {name} --local-dir {local}, then set --config.model.path={local}")
         if path.startswith("~"):
             return Finding(f"model: folder {path} does not exist", f"write it out: --config.model.path={folder.expanduser()}")
-        return Finding(f"model: folder {path or '(empty)'} does not exist", _get(config, folder))
+        near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob("*") if p.is_dir()], n=1)
+        hint = f"; did you mean {folder.parent / near[0]}?" if near and not origin else ""
+        return Finding(f"model: folder {path or '(empty)'} does not exist{hint}", _get(config, folder))
     try:
-        names = {entry.name for entry in folder.iterdir()}
+        names = {entry.name for entry in folder.iterdir() if not entry.is_dir()}
     except OSError as error:
         return Finding(
             f"model: {describe(error).partition(' -> ')[0]}", "have its owner let you read it, or choose another folder"
@@ -142,10 +146,10 @@ def _place(config: Any, folder: pathlib.Path) -> Finding | None:
     if not lacking:
         return None
     what = f"model: {folder} lacks {', '.join(lacking)}"
-    if tensors.SINGLE not in lacking and "config.json" not in lacking:
+    if tensors.SINGLE not in lacking:
         return Finding(what, _get(config, folder))
     for pattern, kind, remedy in ELSE:
-        if found := min(folder.glob(pattern), default=None):
+        if found := min((path for path in folder.glob(pattern) if path.name != tensors.SINGLE), default=None):
             shown = remedy.format(folder=folder, found=found) or _merge(folder, found)
             return Finding(f"{what}; it holds {kind} ({found.relative_to(folder)})", shown)
     return Finding(what, _get(config, folder))
@@ -238,7 +242,7 @@ def _weights(config: Any, folder: pathlib.Path, model: ModelConfig) -> list[Find
     """Names, shapes and types in the files' headers against those that config.json calls for."""
     try:
         wrong = tensors.mismatches(folder, model)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return [Finding(f"model: {error}", "remove what is not meant, or get the folder again")]
     if not wrong:
         return []
@@ -253,6 +257,8 @@ def _weights(config: Any, folder: pathlib.Path, model: ModelConfig) -> list[Find
         remedy = f"save the model without what wraps it: its tensors' names begin with {wrapper.group(1)}"
     elif re.search(r"qweight|weight_scale|\.scales|absmax|found (F8|I8|U8|I32|U32)", text):
         remedy = "these weights are quantised: take the model that they were made from, or dequantise it"
+    elif "found F64" in text:
+        remedy = "save the model as bfloat16 or float32"
     elif wrong[0].startswith("lm_head.weight: missing") and len(wrong) == 1:
         remedy = "if its embeddings are tied, set tie_word_embeddings to true in config.json; else get the file with the head"
     elif any(name.startswith("model.embed_tokens.weight (") for name in wrong):
@@ -276,7 +282,7 @@ def _language(config: Any, folder: pathlib.Path, model: ModelConfig) -> list[Fin
         vocabulary = tokenizer_lib.vocabulary(tokenizer)
     except Exception as error:  # whatever a library of others makes of damaged files
         what = f"model: the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        return [Finding(what, "get tokenizer.json and tokenizer_config.json of this model again, from where it was published")]
+        return [Finding(what, "get tokenizer.json and tokenizer_config.json of this model again, which need no further package")]
     findings = []
     if (folder / "tokenizer.json").is_file():
         stated, used = forest_folder.tokens(read_object(folder / "tokenizer.json")), tokenizer.get_vocab()
@@ -347,8 +353,10 @@ def _prompts(config: Any, tokenizer: Any) -> list[Finding]:
     for row in kinds.values():
         made = tokenizer.decode(dataset.prompt_ids(row, config.data.template, tokenizer))
         if lost := sorted({c for c in row.question if not c.isspace()} - set(made)):
-            what = f"model: the tokenizer has no token for {', '.join(map(repr, lost[:10]))} in the first question of {spec}"
-            return [Finding(what, "make sure that it is the tokenizer of this model, and a model for such text", fatal=False)]
+            letters = ", ".join(map(repr, lost[:10]))
+            what = f"model: the tokenizer in {config.model.path} has no token for {letters} in the first question of {spec}"
+            most = 2 * len(lost) > len(set(row.question))  # then it is no tokenizer for such text at all
+            return [Finding(what, "make sure that it is the tokenizer of this model, and a model for such text", fatal=most)]
     if not rows:
         templates.TEMPLATES[config.data.template]("QUESTION", tokenizer)
     return []

@@ -105,6 +105,7 @@ def test_a_template_is_told_the_time_at_which_the_run_began(tmp_path, template, 
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = load_tokenizer(path, "2025-06-05T04:32:10+00:00")
     assert templates.rendered([{"role": "user", "content": "hi"}], tokenizer) == expected
+    tokenizer.chat_template += "{{ messages[0].content }}"
     assert templates.prints_date("chat", tokenizer) and not templates.prints_date("none", tokenizer)
     assert at_time(small_tokenizer.TEMPLATE, "2025-06-05") == small_tokenizer.TEMPLATE  # what asks for no date is left alone
 

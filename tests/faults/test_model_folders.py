@@ -37,6 +37,7 @@ from tests.faults.damage import (
 
 NO_TEACHER = "--config.teacher.enabled=false"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1236184\n"
+SAYS = "{{ messages[-1].content }}"
 NO_SYSTEM = "{% if messages[0]['role'] == 'user' %}{{ raise_exception('System role required') }}{% endif %}"
 
 
@@ -73,6 +74,8 @@ DAMAGED = {  # what was done to the demo's student, what the list says of it, an
     "compiled": (tensors(lambda w: {f"_orig_mod.{n}": x for n, x in w.items()}), "and 47 more", "begin with _orig_mod."),
     "no head": (several(config(tie_word_embeddings=False), tensors(lambda w: w.pop("lm_head.weight") is None)),
                 "lm_head.weight: missing", "tie_word_embeddings"),
+    "doubles": (tensors(lambda w: {n: x.astype(np.float64) for n, x in w.items()}), "found F64", "as bfloat16"),
+    "folder for a file": (several(remove("config.json"), lambda f: (f / "config.json").mkdir()), "lacks config.json", "hf down"),
     "other layers": (config(num_hidden_layers=3), "model.layers.2.input_layernorm.weight: missing", "of one model"),
     **{family: (config(model_type=family), f"model_type is '{family}', expected one of llama, qwen2, qwen3", "Qwen2.5-1.5B")
        for family in ("gemma3_text", "mistral", "phi3", "qwen3_moe", "qwen2_5_vl", "gpt_oss", "olmo2")},
@@ -96,7 +99,11 @@ DAMAGED = {  # what was done to the demo's student, what the list says of it, an
     "no template": (template(None), "the tokenizer has no chat template", "--config.data.template"),
     "template without a role": (template(NO_SYSTEM), "TemplateError: System role required", "--config.data.template"),
     "template that is cut": (template("{% for m in messages %}"), "TemplateSyntaxError", "mend the chat template"),
-    "template at random": (template("{{ range(1000) | random }}"), "another prompt each time", "mend the chat template"),
+    "template without the question": (template("hello"), "leaves out what the user says", "mend the chat template"),
+    "template that is a number": (template(7), "chat_template is 7, expected text", "tokenizer_config.json"),
+    "tokenizer of another text": (tokens(lambda c: [c["model"]["vocab"].pop(x) for x in "0123456789abcdefghij"]),
+                                  "has no token for", "the tokenizer of this model"),
+    "template at random": (template(SAYS + "{{ range(1000) | random }}"), "another prompt each time", "mend the chat template"),
     "PyTorch": (rename(WEIGHTS, "pytorch_model.bin"), "it holds weights in PyTorch's own format (pytorch_model.bin)", "save_pre"),
     "GGUF": (rename(WEIGHTS, "model-q4.gguf"), "it holds GGUF weights of llama.cpp (model-q4.gguf)", "as safetensors"),
     "adapter": (several(remove(WEIGHTS), write("adapter_config.json", '{"base_model_name_or_path": "Qwen/Q"}')),
@@ -140,13 +147,15 @@ def test_a_damaged_folder_is_one_list(student, tmp_path, name):
         ("https://huggingface.co/Qwen/Qwen3-4B", "the name of a model at Hugging Face", "hf download Qwen/Qwen3-4B --local-dir"),
         ("STUDENT/model.safetensors", "is a file, expected the folder of a model", "--config.model.path="),
         ("STUDENT/nowhere", "does not exist", "--config.model.path"),
+        ("STUDENTS", "does not exist; did you mean STUDENT?", "--config.model.path"),
+        ("models/mine", "folder models/mine does not exist", "--config.model.path"),
         ("", "(empty) does not exist", "--config.model.path"),
         ("~/models/mine", "folder ~/models/mine does not exist", "write it out: --config.model.path=/"),
     ],
 )
 def test_a_path_that_is_no_folder(student, path, what, remedy):
     text = refused(path.replace("STUDENT", str(student)))
-    assert what in text and remedy in text and "warm_start" not in text, text
+    assert what.replace("STUDENT", str(student)) in text and remedy in text and "warm_start" not in text, text
 
 
 def test_the_experiments_own_path_says_how_it_is_made(tmp_path, monkeypatch):
@@ -158,7 +167,7 @@ def test_the_experiments_own_path_says_how_it_is_made(tmp_path, monkeypatch):
 
 def test_messages_that_the_template_refuses_are_found_before_the_run(student, tmp_path):
     folder = copied(student, tmp_path / "model")
-    template("{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}{% endfor %}x")(folder)
+    template("{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}{% endfor %}" + SAYS)(folder)
     row = {"data_source": "MATH", "reward_model": {"ground_truth": "2"}}
     turns = [[{"role": role, "content": "1 + 1"} for role in roles] for roles in (("user",), ("system", "user"))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"prompt": messages}) + "\n" for messages in turns))

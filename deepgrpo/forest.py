@@ -19,14 +19,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import rich.console
 
 from deepgrpo.config import forest_folder
+from deepgrpo.config.errors import shown
 from deepgrpo.config.forest_folder import Place, Vocabulary
 from deepgrpo.config.streams import tool
 from deepgrpo.curriculum import forest_tools, forest_view
 from deepgrpo.curriculum.forest_records import Node, Tree
 from deepgrpo.curriculum.forest_tools import Saved
+from deepgrpo.telemetry import terminal
 from deepgrpo.weights.files import new_folder, replace_text
 
 HTML_TOKENS, TERMINAL_TOKENS = 100, 60  # of each text
@@ -109,7 +110,7 @@ def show(args: argparse.Namespace) -> None:
         replace_text(args.html, "".join(pieces))
         print(f"{len(numbers)} trees, {len(made) - len(numbers)} states -> {args.html}")
         return
-    console = rich.console.Console()
+    console = terminal.Console()
     console.print(forest_view.summary_table(opened.saved, opened.title))
     for branch in forest_view.terminal_trees(made):
         console.print(branch)
@@ -160,7 +161,7 @@ def diff(args: argparse.Namespace) -> None:
 
 
 def brief(value: Any) -> str:
-    return f"({len(value)} ids)" if isinstance(value, list) else str(value)
+    return f"({len(value)} ids)" if isinstance(value, list) else shown(str(value))
 
 
 def diff_lines(found: forest_tools.Diff) -> list[dict[str, Any]]:

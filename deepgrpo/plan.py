@@ -88,7 +88,6 @@ from typing import Any  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-import rich.console  # noqa: E402
 
 from deepgrpo.config.branch_rules import TEACHERLESS  # noqa: E402
 from deepgrpo.config.constraints import ORACLE  # noqa: E402
@@ -112,6 +111,7 @@ from deepgrpo.model.attention import choose_backend  # noqa: E402
 from deepgrpo.model.config import ModelConfig  # noqa: E402
 from deepgrpo.model.transformer import Placement, Transformer, abstract_params  # noqa: E402
 from deepgrpo.teacher.prompts import plain_prompt  # noqa: E402
+from deepgrpo.telemetry import terminal  # noqa: E402
 from deepgrpo.telemetry.plan_tables import show  # noqa: E402
 from deepgrpo.types import as_ids  # noqa: E402
 from deepgrpo.weights.model_folder import context_problems  # noqa: E402
@@ -489,7 +489,7 @@ def main(arguments: argparse.Namespace, config: Any) -> None:
     if arguments.json:
         print(json.dumps(found))
     else:
-        show(found, rich.console.Console(width=None if sys.stdout.isatty() else 110, soft_wrap=True))
+        show(found, terminal.Console(width=None if sys.stdout.isatty() else 110, soft_wrap=True))
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     ################################################################################################################
     #  Resume
     ################################################################################################################
-    step, student_tokens = 0, 0
+    step, student_tokens, version = 0, 0, 0
     if resumed is not None:
         dataset.restore(host["dataset"])
         grading.restore(host["grading"])
@@ -173,6 +173,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         if teacher:
             teacher.restore(host["teacher"])
         step, student_tokens = host["step"], host["student_tokens"]
+        version = host.get("weight_version", step)  # the step that made the weights: not each one changes them
         log.info("resumed from %s after step %d", folder, step)
     metrics_file = Metrics(run, config.telemetry.tensorboard, resumed_step=-1 if resumed is None else step)
     stack.callback(metrics_file.close)
@@ -191,7 +192,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         num_real_ids=vocabulary.bound,
         prompts=[problem.prompt_ids for problem in problems],
         sampling=sampling,
-        version=step,
+        version=version,
         run=run,
     )
     setting = Setting(engine, grading, tokenizer, sampling, config.seed, GRADING_PATIENCE * grading.deadline)
@@ -237,7 +238,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         host |= {"grading": grading.state(), "suffix_sft": suffixes.state()}
         if teacher:
             host["teacher"] = teacher.state()
-        host["metrics"] = metrics_file.sync()
+        host |= {"metrics": metrics_file.sync(), "weight_version": versions[-1]}
         learner.announce("save", step=step)
         with timer("save_checkpoint"):
             checkpoints.save(step, learner.state, host, {"curriculum": curriculum.state})

@@ -13,8 +13,10 @@ if [ "${DEEPGRPO_SYSTEM:-1}" != 0 ]; then
     launch/vllm_env.sh
 fi
 python=${DEEPGRPO_VENV:-.venv}/bin/python
-"$python" -m ruff check .
-"$python" -m ruff format --check .
+status=0
+check() { "$@" || { local code=$?; ((status)) || status=$code; }; } # every part runs, whatever fails before it
+check "$python" -m ruff check .
+check "$python" -m ruff format --check .
 export JAX_PLATFORMS=cpu
 marks=()
 if [ "${DEEPGRPO_SYSTEM:-1}" = 0 ]; then
@@ -22,11 +24,13 @@ if [ "${DEEPGRPO_SYSTEM:-1}" = 0 ]; then
 fi
 for argument in "$@"; do
     if [[ $argument != -* ]]; then # tests are named
-        exec "$python" -m pytest "${marks[@]}" "$@"
+        check "$python" -m pytest "${marks[@]}" "$@"
+        exit $status
     fi
 done
 # The quick tests on all cores, at most four (each takes up to 6 GB); those that start servers or compile large models one by one.
-"$python" -m pytest -n auto --maxprocesses=4 --dist loadfile -m "not system" "$@"
+check "$python" -m pytest -n auto --maxprocesses=4 --dist loadfile -m "not system" "$@"
 if [ "${DEEPGRPO_SYSTEM:-1}" != 0 ]; then
-    "$python" -m pytest -m system "$@"
+    check "$python" -m pytest -m system "$@"
 fi
+exit $status

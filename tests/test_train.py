@@ -70,6 +70,7 @@ def outcome(folder: pathlib.Path, student: pathlib.Path) -> dict[str, object]:
         "host": json.loads((step / "host.json").read_text()),
         "metrics": [metrics_lib.reproducible(record) for record in metrics_lib.read(run)],
         "validation": {path.name: path.read_text() for path in sorted((run / "validation").glob("*"))},
+        "rollouts": {path.name: path.read_text() for path in sorted((run / "rollouts").glob("*"))},
     }
 
 
@@ -79,7 +80,7 @@ def assert_same(one: dict, other: dict) -> None:
     assert other["forest"] == one["forest"]
     for ours, theirs in zip(one["metrics"], other["metrics"], strict=True):
         assert theirs == ours
-    assert other["validation"] == one["validation"]
+    assert other["validation"] == one["validation"] and other["rollouts"] == one["rollouts"]
     assert other["host"]["dataset"] == one["host"]["dataset"] and other["host"]["step"] == one["host"]["step"] == STEPS
 
 

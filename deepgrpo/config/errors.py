@@ -4,6 +4,7 @@ import datetime
 import errno
 import os
 import pathlib
+import re
 import traceback
 from typing import NamedTuple
 
@@ -30,11 +31,22 @@ REMEDIES = {  # of the operating system's refusals, each named for what it is
 QUOTED = (errno.EMFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EACCES, errno.EIO)  # by libraries
 
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # tab and new line are text
+
+
+def shown(text: str) -> str:
+    """Text for a terminal: its control characters, and marks that turn its direction, are shown, not sent."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class ConfigError(SystemExit):
     """A problem that the user mends on the command line or in a file.
 
     Like argparse's errors it ends the program with its message and no traceback (exit status 1) unless someone catches it.
     """
+
+    def __init__(self, message: str):
+        super().__init__(shown(message))
 
 
 class Finding(NamedTuple):

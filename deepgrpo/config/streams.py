@@ -1,23 +1,15 @@
-"""What a program says on its terminal: streams that cannot end a training, and text of models that cannot steer a terminal."""
+"""What a program writes to: streams that cannot end a training, and a tool's output, which is its result."""
 
 import contextlib
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from deepgrpo.config.errors import Setup
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # tab and new line are text
-
 log = logging.getLogger("deepgrpo.terminal")
-
-
-def shown(text: str) -> str:
-    """Text of a model or of a file for a terminal: control characters and marks that turn its direction are shown, not sent."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Steady:

@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from deepgrpo.config.errors import CONTROL
 from deepgrpo.telemetry.log import no_end
 from deepgrpo.types import Group, Ids, Rollout
 
@@ -72,7 +73,8 @@ def write(path: str | pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
     part = path.with_suffix(".part")
     with open(part, "w", encoding="utf-8", errors="backslashreplace") as file:  # half a character is JSON's own escape then
         for entry in records:
-            file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
+            text = json.dumps(entry, ensure_ascii=False, allow_nan=False)
+            file.write(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")  # for whoever prints the file
     part.replace(path)
 
 

@@ -4,8 +4,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import rich.console
 import rich.table
+
+from deepgrpo.telemetry import terminal
 
 Printed = tuple[rich.table.Table, Sequence[str]]  # and the lines below it
 
@@ -105,7 +106,7 @@ def percent(share: float | None) -> str:
 
 def show(printed: Printed) -> None:
     width = None if sys.stdout.isatty() else 160  # a log has no width to fit into
-    console = rich.console.Console(width=width, highlight=False)
+    console = terminal.Console(width=width, highlight=False)
     console.print(printed[0])
     for line in printed[1]:
         console.print(line, markup=False, soft_wrap=True)

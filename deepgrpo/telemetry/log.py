@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from deepgrpo.config.errors import describe
+from deepgrpo.config.errors import describe, shown
 from deepgrpo.config.secrets import redact
 
 VARIANTS = 20  # different texts of one line of code, a step
@@ -65,10 +65,10 @@ class OncePerStep(logging.Filter):
 
 
 class Redacted(logging.Formatter):
-    """Formats a record, traceback included, without the keys of this machine."""
+    """Formats a record, traceback included, without the keys of this machine and without what would steer a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return shown(redact(super().format(record)))
 
 
 class LogFile(logging.FileHandler):

@@ -10,7 +10,7 @@ import rich.console
 import rich.live
 import rich.text
 
-from deepgrpo.telemetry import waits
+from deepgrpo.telemetry import terminal, waits
 from deepgrpo.telemetry.log import no_end
 
 STAGES = {  # what a part waits for, for the watchdog's line
@@ -68,7 +68,7 @@ class Progress:
         self._begun_at = dict(begun)
         self._clock, self._begun = clock, clock()
         self._validation = math.nan
-        self._console = (console or rich.console.Console()) if enabled else None
+        self._console = (console or terminal.Console()) if enabled else None
         self._live = None
         if self._console and self._console.is_terminal:
             with no_end("the progress line"):

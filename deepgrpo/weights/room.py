@@ -1,5 +1,6 @@
 """Room for what a run writes and holds, from the model's shapes, before anything is loaded: checkpoints, snapshots, memory."""
 
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -48,7 +49,7 @@ def weights_root(config: Any) -> pathlib.Path:
     if not MEMORY_FOLDER.is_dir():
         return run_folder
     fits = shutil.disk_usage(MEMORY_FOLDER).total >= snapshot_bytes(config, ModelConfig.from_hf(config.model.path))
-    return MEMORY_FOLDER / f"deepgrpo-{config.name}" if fits else run_folder
+    return MEMORY_FOLDER / f"deepgrpo-{os.getuid()}-{config.name}" if fits else run_folder
 
 
 def disk_problems(config: Any, model: ModelConfig) -> list[Finding]:

@@ -8,6 +8,7 @@ import os
 import pathlib
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from deepgrpo.rollout.vllm_fleet import Deadlines, Fleet
 from deepgrpo.rollout.vllm_proof import GREEDY_TOKENS
 from deepgrpo.rollout.vllm_server import VllmServer
 from deepgrpo.types import Ids, as_ids
-from deepgrpo.weights import hf, snapshot
+from deepgrpo.weights import hf, room, snapshot
 from deepgrpo.weights.publish import Publisher
 from deepgrpo.weights.room import weights_root
 from deepgrpo.weights.snapshot import Snapshots
@@ -188,13 +189,32 @@ def serving_model(config: Any, root: pathlib.Path) -> pathlib.Path:
 def own_folder(root: pathlib.Path) -> pathlib.Path:
     """A name below `root` for this process alone. What dead processes of this host left there is removed: it may fill memory."""
     host = socket.gethostname()
-    root.mkdir(parents=True, exist_ok=True)
+    if root.parent == room.MEMORY_FOLDER:
+        private(root)
+    else:
+        root.mkdir(parents=True, exist_ok=True)
     for path in root.glob(f"{host}-*"):
         pid = path.name.removeprefix(f"{host}-")
         if pid.isdecimal() and not is_running(int(pid)):
             log.info("removing %s, left by a process that is gone", path)
             shutil.rmtree(path, ignore_errors=True)
     return root / f"{host}-{os.getpid()}"
+
+
+def private(folder: pathlib.Path) -> None:
+    """Makes a folder that only this user can look into; everybody could have foreseen its name, so what is there is not trusted.
+
+    Raises:
+      PermissionError: something is there, and it is no such folder.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(
+            f"weights: {folder} is not this user's alone, so the policy is not written there -> remove it if it is yours, or set"
+            " --config.weights.folder"
+        )
 
 
 def is_running(pid: int) -> bool:

@@ -1,12 +1,20 @@
 """Set-up: whatever goes wrong becomes one message without a traceback; what the program did wrong later keeps its own."""
 
 import errno
+import io
+import logging
 import os
+import re
 
 import pytest
+import rich.table
+import rich.text
+import rich.tree
 
 from deepgrpo import preflight
-from deepgrpo.config.errors import ConfigError, Finding, Setup, remedy_of
+from deepgrpo.config.errors import CONTROL, ConfigError, Finding, Setup, remedy_of
+from deepgrpo.telemetry import dumps, terminal
+from deepgrpo.telemetry.log import close_log, open_log
 
 
 class Wrapped(RuntimeError):
@@ -82,3 +90,28 @@ def test_a_check_that_fails_is_a_finding_about_its_part(monkeypatch):
     assert finding.what.startswith("shape: ") and "KeyError: 'absent'" in finding.what and finding.fatal
     (finding,) = preflight.asked(rubric_problems, {})
     assert "no such function" in finding.what
+
+
+STEERING = "a\x1b]0;title\x07b\x1b[2Jc\r\x9b31m\u202e\x7f"
+SHOWN = r"a\x1b]0;title\x07b\x1b[2Jc\r\x9b31m\u202e\x7f"
+
+
+def test_control_characters_are_shown_not_sent(tmp_path, capsys):
+    """By every way to a terminal: messages, the log, tables and trees, dumps."""
+    assert str(ConfigError(f"{STEERING}\n\tx")) == f"{SHOWN}\n\tx"
+    handler = open_log(tmp_path)
+    logging.getLogger("deepgrpo.test").info("answer: %s", STEERING)
+    close_log(handler)
+    assert capsys.readouterr().out == f"answer: {SHOWN}\n" and (tmp_path / "log.txt").read_text().endswith(f"answer: {SHOWN}\n")
+    table = rich.table.Table("set")
+    table.add_row(STEERING)
+    branch = rich.tree.Tree("tree")
+    branch.add(rich.text.Text(STEERING))
+    for thing in (STEERING, table, branch):
+        console = terminal.Console(file=io.StringIO(), width=200, force_terminal=True)
+        console.print(thing, style="red")
+        printed = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue())  # the console's own colours
+        assert not CONTROL.search(printed) and r"\x1b]0;title" in printed
+    dumps.write(tmp_path / "1.jsonl", [{"output": STEERING}])
+    assert not CONTROL.search((tmp_path / "1.jsonl").read_text())
+    assert dumps.read(tmp_path / "1.jsonl") == [{"output": STEERING}]

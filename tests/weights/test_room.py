@@ -2,6 +2,7 @@
 
 import collections
 import json
+import os
 import pathlib
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_memory_folder_of_docker_is_not_used_and_that_is_said(machine, tmp_pat
 def test_a_full_memory_folder_is_refused(machine, tmp_path, free, fits):
     """It is large enough, so that trainer and servers agree on it whoever asks first, but somebody fills it."""
     config = machine(memory=(10**9, free), rollout__engine="vllm")
-    assert room.weights_root(config) == tmp_path / "shm" / "deepgrpo-run"
+    assert room.weights_root(config) == tmp_path / "shm" / f"deepgrpo-{os.getuid()}-run"
     found = room.room_problems(config, False)
     assert [finding.fatal for finding in found] == ([] if fits else [True])
     assert fits or "snapshots of the weights for vLLM" in found[0].what

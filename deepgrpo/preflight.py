@@ -8,6 +8,7 @@ import glob
 import importlib.util
 import os
 import pathlib
+import resource
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -26,6 +27,7 @@ DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave 
     "/dev/accel[0-9]*",
     "/dev/vfio/[0-9]*",
 )
+OPEN_FILES = 512  # enough for connections to endpoints, grading workers, programs and the run's own files
 
 
 def check_inputs(config: config_dict.ConfigDict, resuming: bool = False, found: Sequence[Finding] = ()) -> list[str]:
@@ -165,7 +167,20 @@ def resource_problems(config: config_dict.ConfigDict) -> list[Finding]:
     return room.room_problems(config, on_cpu)
 
 
+def open_files_problems(config: config_dict.ConfigDict) -> list[Finding]:
+    """Raises the limit of open files where it may. With too few a run stands still: it cannot reach its endpoints."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY == soft or soft >= OPEN_FILES:
+        return []
+    if hard == resource.RLIM_INFINITY or hard >= OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
+        return []
+    what = f"machine: a process may open {hard} files here, and a run needs up to {OPEN_FILES}"
+    return [Finding(what, "raise the limit before the start: ulimit -n 4096 (as root, or in /etc/security/limits.conf)")]
+
+
 CHECKS = (
+    open_files_problems,
     accelerator_problems,
     engine_problems,
     model_problems,

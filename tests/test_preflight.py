@@ -91,3 +91,13 @@ def test_vllm_needs_its_environment_or_a_token(config, tmp_path, monkeypatch):
     assert "DEEPGRPO_VLLM_TOKEN is not set" in what
     monkeypatch.setenv("DEEPGRPO_VLLM_TOKEN", "secret")
     assert not preflight.engine_problems(config)
+
+
+def test_too_few_open_files(config, monkeypatch):
+    limits = []
+    monkeypatch.setattr(preflight.resource, "setrlimit", lambda _, pair: limits.append(pair))
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (64, 4096))
+    assert preflight.open_files_problems(config) == [] and limits == [(preflight.OPEN_FILES, 4096)]  # raised where it may be
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (64, 64))
+    ((what, remedy, fatal),) = preflight.open_files_problems(config)
+    assert "open 64 files" in what and "ulimit -n" in remedy and fatal and len(limits) == 1

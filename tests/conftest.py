@@ -1,9 +1,12 @@
 """Shared set-up: JAX on CPU with eight fake devices, and the golden and data folders."""
 
+import ctypes
 import fcntl
+import gc
 import json
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 
@@ -25,13 +28,15 @@ def golden_files(pattern: str) -> list[pathlib.Path]:
 
 
 def golden_cases(pattern: str, kinds: set[str]) -> list:
-    """Parametrisation of a suite's cases of the given kinds, or one skipped case that says what is absent."""
+    """Parametrisation of a suite's cases of the given kinds, or one skipped case if there is no file."""
+    files = golden_files(pattern)
     cases = [
         pytest.param(case, id=case["name"])
-        for path in golden_files(pattern)
+        for path in files
         for case in json.loads(path.read_text())["cases"]
         if case["kind"] in kinds
     ]
+    assert cases or not files, f"no case of the kinds {kinds} in {files}"
     absent = pytest.mark.skip(reason=f"golden cases {pattern} are absent: set DEEPGRPO_GOLDEN")
     return cases or [pytest.param(None, marks=absent, id="absent")]
 
@@ -61,6 +66,16 @@ def student() -> pathlib.Path:
     from configs import carry_chain
 
     return ROOT / carry_chain.get_config().model.path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_memory():
+    """A test process that has compiled much forgets it between files: four of them share a machine."""
+    yield
+    if "jax" in sys.modules and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 1_500_000:  # in kB, the most so far
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -3,7 +3,6 @@
 import collections
 import random
 import threading
-import time
 
 import pytest
 
@@ -151,13 +150,12 @@ def test_sorted_keys_equal_a_sorted_list():
 
 def test_threads_keep_the_invariants(tmp_path):
     pool = Forest(max_model_len=16, min_remaining_tokens=4)
-    deadline = time.monotonic() + 1.5
     added, dispatched, requeued, errors = [], [], [], []
 
     def work(seed: int) -> None:
         rng, flying = random.Random(seed), []
         try:
-            while time.monotonic() < deadline:
+            for _ in range(2000):
                 step, action = rng.randrange(20), rng.randrange(8)
                 if action == 0:
                     prompt = tuple(rng.choices((1, 2, 3), k=3))
@@ -193,13 +191,13 @@ def test_threads_keep_the_invariants(tmp_path):
     for thread in threads:
         thread.start()
     folders = 0
-    while time.monotonic() < deadline:
+    while any(thread.is_alive() for thread in threads):
         (tmp_path / str(folders)).mkdir()
         pool.state(tmp_path / str(folders))
         folders += 1
     for thread in threads:
-        thread.join(timeout=10)
-    assert not errors and not any(thread.is_alive() for thread in threads)
+        thread.join()
+    assert not errors
     check(pool)
     assert sum(added) == pool._counters.enqueued and pool._counters.succeeded > 0
     assert len(dispatched) == pool._counters.dispatched

@@ -61,7 +61,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def wait_gone(pids) -> None:
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 120
     while running := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < limit, f"still running: {running}"
         time.sleep(0.02)
@@ -168,9 +168,9 @@ def test_failed_start_shows_the_cause_and_the_last_lines(start, tmp_path):
 
 def test_deadline_names_stage_url_and_time(start):
     with pytest.raises(
-        VllmServerError, match=r"(?s)http://127.0.0.1:\d+ was not ready after \d s \(deadline 2 s\); stage: first tok"
+        VllmServerError, match=r"(?s)http://127.0.0.1:\d+ was not ready after \d+ s \(deadline 15 s\); stage: first tok"
     ):
-        start("hangs", deadline=2)
+        start("hangs", deadline=15)
     with pytest.raises(
         VllmServerError, match=r"http://127.0.0.1:9 was not ready after 1 s.*stage: health.*ConnectError.*reachable"
     ):

@@ -19,7 +19,7 @@ from tests.rollout.fake_vllm import FakeVllm, Knobs
 
 BLOCK = 8
 PROBE = as_ids(np.random.default_rng(1).integers(0, tiny.REAL, 13))
-QUICK = Deadlines(control=5.0, load=5.0, start=5.0)
+QUICK = Deadlines(control=30.0, load=30.0, start=60.0)
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def tokenizer_folder(path):
 class Rig:
     """servers: fakes, started on version 0 as a run starts its own; `attached` ones hold other weights and are no one's child."""
 
-    def __init__(self, tmp_path, servers=1, attached=False, knobs=(), deadlines=QUICK, request_deadline=5.0, **settings):
+    def __init__(self, tmp_path, servers=1, attached=False, knobs=(), deadlines=QUICK, request_deadline=60.0, **settings):
         self.student = Student(weights(0))
         tokenizer = tokenizer_folder(tmp_path / "tokenizer")
         route = settings.pop("route", "direct")

@@ -135,7 +135,7 @@ DOWN = Outcome("breaker_open", deferred=True)
 NO_VERDICT = Outcome("no_verdict", deferred=True)
 
 
-def until(condition, what, deadline=20.0):
+def until(condition, what, deadline=120.0):
     end = time.monotonic() + deadline
     while not condition():
         assert time.monotonic() < end, f"waited {deadline} s for {what}"

@@ -1,4 +1,4 @@
-"""Golden cases of the teacher (`pools_*_teacher.json`) as test parameters."""
+"""Golden cases of the teacher (`pools_*_teacher*.json`) as test parameters."""
 
 import json
 
@@ -6,15 +6,26 @@ import pytest
 
 from tests.conftest import golden_files
 
+MARKS = {  # kind: what its cases' arguments or results have and no other kind's; a scenario may have any name
+    "suffix_alignment": "teacher_ids",
+    "append_eos": "mask",
+    "parse_solution_reply": "solution",
+    "parse_index_reply": "index",
+    "client_retry": "temperature_schedule",
+    "worker_modes": "worker_step",
+}
 
-def teacher_cases(scenario: str) -> list:
-    """Cases of one scenario over all files of the pattern, or one skipped case that says what is absent."""
+
+def teacher_cases(kind: str) -> list:
+    """Cases of one kind over all files of the pattern, or one skipped case if there is no file."""
+    files = golden_files("pools_*_teacher*.json")
     cases = [
-        pytest.param(case["args"], case["result"], id=f"{path.stem}-{i}")
-        for path in golden_files("pools_*_teacher.json")
+        pytest.param(case["args"], case["result"], id=f"{path.stem}-{found['name']}-{i}")
+        for path in files
         for found in json.loads(path.read_text())["scenarios"]
-        if found["name"] == scenario
         for i, case in enumerate(found["cases"])
+        if MARKS[kind] in {*case["args"], *(case["result"] or ())}
     ]
-    absent = pytest.mark.skip(reason="golden cases pools_*_teacher.json are absent: set DEEPGRPO_GOLDEN")
+    assert cases or not files, f"no case of the kind {kind} in {files}"
+    absent = pytest.mark.skip(reason="golden cases pools_*_teacher*.json are absent: set DEEPGRPO_GOLDEN")
     return cases or [pytest.param(None, None, marks=absent, id="absent")]

@@ -50,7 +50,7 @@ def test_drain_puts_back_what_its_deadline_cuts_short():
         return corrected(failed)
 
     worker = worker_on(queue, Script(slow), synchronous=True)
-    worker.drain(1, 0.1)
+    worker.drain(1, 3.0)
     assert queue.results == [(1, True)] and sorted(f.event for f in queue.waiting) == [0, 2]
     assert worker.metrics()["teacher_worker/cut_short"] == 2 and worker.stop(10.0)
 

@@ -102,7 +102,7 @@ from deepgrpo.telemetry import evaluation_tables as tables  # noqa: E402
 from deepgrpo.telemetry.log import close_log, end_step, open_log  # noqa: E402
 from deepgrpo.telemetry.regrade import Marks, grader_version, regrade, result_of  # noqa: E402
 from deepgrpo.types import Problem, Prompt  # noqa: E402
-from deepgrpo.weights import best, fixed, runs  # noqa: E402
+from deepgrpo.weights import best, fixed, run_folder, runs  # noqa: E402
 from deepgrpo.weights.setup import open_engine  # noqa: E402
 
 log = logging.getLogger("deepgrpo.evaluate")  # by its name: __name__ is __main__ here
@@ -120,6 +120,7 @@ def main(config, step: pathlib.Path | None, out: pathlib.Path | None = None) -> 
     out = out or pathlib.Path(config.run_dir, "evaluations", f"{config.name}-{label}-seed{config.seed}")
     setup = config_lib.Setup(f"evaluation {config.name} cannot start", out / "log.txt")
     with setup, contextlib.ExitStack() as stack:
+        stack.enter_context(run_folder.held(out))
         stack.callback(close_log, open_log(out))
         return evaluate(config, step, out, stack, setup)
 

@@ -4,6 +4,7 @@ Opening the file again after a crash drops a torn last line and every line past 
 an uninterrupted run would have written, but for clocks and the counters of a process (`reproducible` leaves them out).
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -12,9 +13,10 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepgrpo.config.errors import remedy_of
 from deepgrpo.telemetry.log import no_end
 
 FILE = "metrics.jsonl"
@@ -53,8 +55,9 @@ class Metrics:
             raise ValueError(f"{self.path}: step {step} after step {self._last}; a step has one line, steps rise")
         self._last = step
         values = {key: as_number(key, value) for key, value in metrics.items()}
-        self._file.write(encode({"step": step} | dict(sorted(values.items()))))
-        self._file.flush()
+        with self._named():
+            self._file.write(encode({"step": step} | dict(sorted(values.items()))))
+            self._file.flush()
         self._show("write", step, values)
 
     def sync(self) -> dict[str, str]:
@@ -63,7 +66,8 @@ class Metrics:
         Returns:
           What the checkpoint keeps of the file, to recognise it by.
         """
-        os.fsync(self._file.fileno())
+        with self._named():
+            os.fsync(self._file.fileno())
         self._show("flush")
         with open(self.path, "rb") as file:
             return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -74,6 +78,15 @@ class Metrics:
             self._file.close()
         self._show("close")
         self._events = None
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """This file is the run's record: where it cannot be written, the run ends, and says so."""
+        try:
+            yield
+        except OSError as error:
+            what = f"{error.strerror}; the run ends here, and its newest checkpoint resumes it -> {remedy_of(error)}"
+            raise OSError(error.errno, what, str(self.path)) from error
 
     def _show(self, action: str, *arguments: Any) -> None:
         """TensorBoard is for people: where it fails, it ends, and the run goes on."""

@@ -29,6 +29,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from deepgrpo.config.errors import remedy_of
 from deepgrpo.weights import files
 from deepgrpo.weights.best import SELECTION, Best, better
 
@@ -174,10 +175,11 @@ class Checkpoints:
     def _failed(self, step: int, named: Mapping[str, Any], error: Exception) -> CheckpointError:
         needed = sum(leaf.nbytes for leaf in named.values())
         free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.exists())).free
+        advice = remedy_of(error) or "make room (or lower checkpoint.keep, or move config.run_dir to a larger disk)"
         return CheckpointError(
             f"{self.folder / str(step)}: the checkpoint could not be written ({type(error).__name__}: {error}). Its arrays take "
-            f"{needed:,} bytes, {free:,} are free there. The older checkpoints are untouched: make room (or lower "
-            "checkpoint.keep, or move config.run_dir to a larger disk) and start the same command again"
+            f"{needed:,} bytes, {free:,} are free there. The older checkpoints are untouched: {advice} and start the same"
+            " command again"
         )
 
     #### reading

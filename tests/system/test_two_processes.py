@@ -2,9 +2,11 @@
 
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -32,8 +34,9 @@ KEYS = {
 }
 
 
-def run(folder: pathlib.Path, count: int, fails: str = "", **overrides: object) -> None:
-    """Runs two devices in `count` processes. fails: what the first one says when all are to end with an error."""
+def run(folder: pathlib.Path, count: int, fails: str = "", told: int | None = None, **overrides: object) -> None:
+    """Runs two devices in `count` processes. fails: what the first one says when all are to end with an error.
+    told: the process that gets SIGTERM after two steps."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -53,7 +56,13 @@ def run(folder: pathlib.Path, count: int, fails: str = "", **overrides: object) 
         )
         for index in range(count)
     ]
+    metrics = folder / "carry_chain" / "metrics.jsonl"
     try:
+        while told is not None and not (metrics.exists() and len(metrics_lib.read(metrics)) > 1):
+            assert all(process.poll() is None for process in started), [process.communicate()[0][-4000:] for process in started]
+            time.sleep(0.1)
+        if told is not None:
+            started[told].send_signal(signal.SIGTERM)
         outputs = [process.communicate(timeout=900)[0] for process in started]
     finally:
         for process in started:
@@ -83,3 +92,11 @@ def test_two_processes_train_save_resume_and_publish_as_one(student, tmp_path):
         for key in ("actor/grad_norm", "actor/total_loss", "rollout_mismatch/abs_mean", "rollout_mismatch/probe"):
             assert theirs[key] == pytest.approx(ours[key], rel=1e-3, abs=1e-5), key
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4), *(params for _, params in found.values()))
+
+
+def test_a_signal_to_the_second_process_ends_both_after_a_saved_step(student, tmp_path):
+    run(tmp_path, 2, told=1, **{"train.steps": 500, "checkpoint.every": 0})
+    folder = tmp_path / "carry_chain"
+    last = metrics_lib.read(folder)[-1]["step"]
+    assert 2 <= last < 500 and (folder / "latest").read_text() == f"{last}\n"
+    assert "stopped by a signal" in (folder / "log.txt").read_text()

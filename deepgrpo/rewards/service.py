@@ -250,7 +250,8 @@ class GradingService:
         elif isinstance(outcome, str):
             doing = outcome == "stuck" and not mine  # the answer's own
             reason = {"starved": "timeout", "stuck": "timeout"}.get(outcome, outcome)
-            grade, told = Grade(0.0 if doing else None, False, reason), (" or ".join(mine), f"outcome of its process: {outcome}")
+            what = "the call took too long" if reason == "timeout" else f"outcome of its process: {outcome}"
+            grade, told = Grade(0.0 if doing else None, False, reason), (" or ".join(mine), what)
         else:
             grade, told = outcome, (" or ".join(mine), f"it returned None, or took too long ({outcome.reason})")
         if mine and grade.reason not in ("closed", "truncated"):

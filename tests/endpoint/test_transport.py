@@ -14,7 +14,7 @@ from deepgrpo.teacher.oracle import Oracle
 from deepgrpo.teacher.prompts import parse_solution, prefix_aware_prompt
 from tests.endpoint.scripted import run
 
-TIMEOUT = 0.25  # seconds until a half-open socket is given up
+TIMEOUT = 4.0  # seconds: half-open connections wait it out, and no healthy reply takes as long, also under load
 
 
 async def soon(seconds: float) -> None:

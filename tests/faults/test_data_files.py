@@ -173,7 +173,7 @@ GOOD = [
 @pytest.mark.parametrize(("spec", "content", "keys"), GOOD, ids=[spec for spec, _, _ in GOOD])
 def test_odd_files_that_are_whole_are_read(told, tmp_path, spec, content, keys):
     write(tmp_path, spec, content)
-    assert told(spec, data__template="chat") == ""
+    assert "data:" not in told(spec, data__template="chat")  # that the demo's student lacks a token for an x is another matter
     assert [row.ground_truth for row in usable_rows(spec.replace(":", f":{tmp_path}/"), "chat")] == keys
 
 

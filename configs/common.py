@@ -329,12 +329,12 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.chunk = 256  # problems whose answers are written together; a killed evaluation goes on after them
 
     config.checkpoint = section()
-    config.checkpoint.every = 10  # steps; also at the end and on SIGTERM; 0: only those
+    config.checkpoint.every = 10  # steps; also at the end and on SIGTERM, SIGINT, SIGHUP, SIGUSR1; 0: only those
     config.checkpoint.keep = 1  # newest checkpoints kept, besides the best
     config.checkpoint.save_best = True  # also keep the one with the best validation score
     config.checkpoint.best_metric = ""  # validation metric that decides; "": the average over sources
     config.checkpoint.resume = "auto"  # auto: from the newest complete checkpoint | never: refuse a used run folder
-    config.checkpoint.accept_changes = ()  # keys that may differ from the run that is resumed, besides the harmless ones
+    config.checkpoint.accept_changes = ()  # keys (or config.json, metrics.jsonl, vocabulary) that may differ in a resumed run
 
     config.diagnostics = section()  # look at a run and change nothing about it; _every: in steps, 0: never
     config.diagnostics.paired_every = 0  # some hard states' problems are rolled out from their prompt, too, to compare

@@ -143,7 +143,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         del arrays
     if not first:
         store = storing(config, learner, model_config, vocabulary.bound)
-        setup.done()
+        setup.done(f"run {config.name} stopped")
         learner.follow({"save": lambda step: checkpoints.save(step, learner.state, {}), "store": store})
         return
     suffixes = suffix_sft.create(config, curriculum, learner.update_teacher, stop_ids)
@@ -259,7 +259,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         over = step >= config.train.steps if config.train.steps else dataset.passes(least_prompts(config)) >= config.train.epochs
         return over or 0 < config.train.student_tokens <= student_tokens
 
-    setup.done()
+    setup.done(f"run {config.name} stopped")
     stack.enter_context(nonfinite.told())
     progress = Progress(config.train, where(), config.telemetry.progress)
     stack.callback(progress.close)

@@ -8,6 +8,8 @@ import re
 import traceback
 from typing import NamedTuple
 
+from deepgrpo.config.secrets import redact
+
 REMEDIES = {  # of the operating system's refusals, each named for what it is
     errno.EMFILE: "raise the limit of open files before the start: ulimit -n 4096",
     errno.ENFILE: "the machine's table of open files is full: end other programs, or raise fs.file-max",
@@ -46,7 +48,7 @@ class ConfigError(SystemExit):
     """
 
     def __init__(self, message: str):
-        super().__init__(shown(message))
+        super().__init__(redact(shown(message)))
 
 
 class Finding(NamedTuple):
@@ -67,8 +69,8 @@ class Setup:
       head: how the message begins, such as "run NAME cannot start".
       log: a file that gets the traceback, if its folder exists.
 
-    Once `done` was called, errors pass unchanged. So does, without a log, an error of a kind that this program never raises on
-    purpose: its traceback is all there is. The block may be entered again inside itself.
+    Once `done` was called, the head is another, and errors pass unchanged but for those that this program raises on purpose. So
+    does, without a log, an error of any other kind: its traceback is all there is. The block may be entered again inside itself.
 
     Raises:
       ConfigError: in place of the error.
@@ -77,14 +79,17 @@ class Setup:
     def __init__(self, head: str, log: pathlib.Path | None = None):
         self.head, self.log, self._done = head, log, False
 
-    def done(self) -> None:
-        self._done = True
+    def done(self, head: str = "") -> None:
+        """The set-up is over. head: how the message about a later error begins; "": all pass."""
+        self._done, self.head = True, head
 
     def __enter__(self) -> "Setup":
         return self
 
     def __exit__(self, _kind, error: BaseException | None, _traceback) -> None:
-        if self._done or isinstance(error, SystemExit) and not isinstance(error.code, str):
+        if isinstance(error, SystemExit) and (self._done or not isinstance(error.code, str)):
+            return
+        if self._done and not (self.head and type(error).__module__.startswith("deepgrpo.")):
             return
         if isinstance(error, SystemExit):
             text = error.code.removeprefix("error: ")
@@ -101,7 +106,7 @@ class Setup:
         try:
             with open(self.log, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S} ERROR {self.head}\n")
-                file.writelines(traceback.format_exception(error))
+                file.write(redact("".join(traceback.format_exception(error))))
         except (OSError, TypeError):
             return False
         return True

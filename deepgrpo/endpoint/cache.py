@@ -45,17 +45,18 @@ class _Log:
         self.path = path
         self._lock = threading.Lock()  # a checkpoint is made by another thread than replies are read by
         self.places: dict[str, _Place] = {}
-        self._file = open(path, "a+b" if writable else "rb")  # noqa: SIM115  owned by the cache, closed by it
+        # Unbuffered: what a full disk refuses must not be written later, behind the back of `places`.
+        self._appended = open(path, "ab", buffering=0) if writable else None  # noqa: SIM115  owned by the cache, closed by it
+        self._file = open(path, "rb")  # noqa: SIM115  likewise
         self._end = 0
         self._first = ""  # message of the first record, whose start others share
-        self._scan(writable)
+        self._scan()
 
-    def _scan(self, writable: bool) -> None:
-        self._file.seek(0)
+    def _scan(self) -> None:
         for number, line in enumerate(self._file, start=1):
             if not line.endswith(b"\n"):  # the process died while it wrote this line: the reply was never used
-                if writable:
-                    self._file.truncate(self._end)
+                if self._appended:
+                    self._appended.truncate(self._end)
                 break
             self.places[self._key(line, number)] = _Place(len(self.places), self._end)
             self._end += len(line)
@@ -65,7 +66,7 @@ class _Log:
             record = json.loads(line)
             self._first = self._first or _message(record).get("content", "")
             return record["key"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"{self.path}:{number}: not a reply record ({error}); move the file away to start afresh") from error
 
     def read(self, key: str) -> dict[str, Any]:
@@ -83,24 +84,30 @@ class _Log:
         if shared >= WORTH_SHARING:
             message |= {"shared": shared, "content": message["content"][shared:]}
             record = {**record, "request": {**record["request"], "messages": [message]}}
-        self._first = self._first or message.get("content", "")
         # Lone surrogates, which a reply's JSON may hold, have no UTF-8: backslashreplace writes them as JSON's own escapes.
         line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
         with self._lock:
-            self._file.seek(0, os.SEEK_END)
-            self._file.write(line)
-            self._file.flush()  # to the operating system: survives the process; `sync` survives the machine
+            left = memoryview(line)
+            try:
+                while left:  # to the operating system: survives the process; `sync` survives the machine
+                    left = left[self._appended.write(left) :]
+            except OSError:
+                self._appended.truncate(self._end)  # no half a record
+                raise
+            self._first = self._first or message.get("content", "")
             self.places[record["key"]] = _Place(len(self.places), self._end)
             self._end += len(line)
 
     def sync(self) -> int:
         """Makes all records durable and returns their number."""
         with self._lock:
-            os.fsync(self._file.fileno())
+            os.fsync(self._appended.fileno())
             return len(self.places)
 
     def close(self) -> None:
-        self._file.close()
+        for file in (self._file, self._appended):
+            if file:
+                file.close()
 
 
 class ReplyCache:

@@ -25,6 +25,10 @@ OF_THE_PROCESS = re.compile(
 )  # clocks, and counters that start anew with each process
 
 
+class RecordError(RuntimeError):
+    """The metrics could not be written."""
+
+
 class Metrics:
     """Appends one record a step. Used by one thread.
 
@@ -39,7 +43,7 @@ class Metrics:
         if resumed_step < 0:
             set_aside(self.path)
         self._last = truncate_after(self.path, resumed_step)
-        self._file = open(self.path, "ab")
+        self._file = open(self.path, "ab", buffering=0)  # nothing is left to be written when it closes
         self._events = None
         if tensorboard:
             with no_end("TensorBoard"):
@@ -55,9 +59,10 @@ class Metrics:
             raise ValueError(f"{self.path}: step {step} after step {self._last}; a step has one line, steps rise")
         self._last = step
         values = {key: as_number(key, value) for key, value in metrics.items()}
+        line = memoryview(encode({"step": step} | dict(sorted(values.items()))))
         with self._named():
-            self._file.write(encode({"step": step} | dict(sorted(values.items()))))
-            self._file.flush()
+            while line:
+                line = line[self._file.write(line) :]
         self._show("write", step, values)
 
     def sync(self) -> dict[str, str]:
@@ -85,8 +90,8 @@ class Metrics:
         try:
             yield
         except OSError as error:
-            what = f"{error.strerror}; the run ends here, and its newest checkpoint resumes it -> {remedy_of(error)}"
-            raise OSError(error.errno, what, str(self.path)) from error
+            what = f"{self.path}: {error.strerror}; its newest checkpoint resumes the run"
+            raise RecordError(f"{what} -> {remedy_of(error)}") from error
 
     def _show(self, action: str, *arguments: Any) -> None:
         """TensorBoard is for people: where it fails, it ends, and the run goes on."""

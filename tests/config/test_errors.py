@@ -15,6 +15,7 @@ from deepgrpo import preflight
 from deepgrpo.config.errors import CONTROL, ConfigError, Finding, Setup, remedy_of
 from deepgrpo.telemetry import dumps, terminal
 from deepgrpo.telemetry.log import close_log, open_log
+from deepgrpo.telemetry.metrics import RecordError
 
 
 class Wrapped(RuntimeError):
@@ -65,6 +66,16 @@ def test_after_the_set_up_an_error_is_its_own(error):
         setup.done()
         raise error
     assert caught.value is error
+
+
+def test_after_the_set_up_what_the_program_says_on_purpose_needs_no_traceback(tmp_path):
+    with pytest.raises(ConfigError, match="^run x stopped: disk full") as caught, Setup("head", tmp_path / "log.txt") as setup:
+        setup.done("run x stopped")
+        raise RecordError("disk full")
+    assert "Traceback" not in str(caught.value) and "RecordError" in (tmp_path / "log.txt").read_text()
+    with pytest.raises(KeyError), Setup("head", tmp_path / "log.txt") as setup:
+        setup.done("run x stopped")
+        raise KeyError("a bug")
 
 
 def test_an_end_that_is_no_error_passes():

@@ -1,6 +1,8 @@
 """Replies on disk: content decides the key, a torn line is dropped, a replay never opens a socket, totals survive a resume."""
 
 import asyncio
+import resource
+import signal
 
 import pytest
 
@@ -114,3 +116,24 @@ def test_instructions_are_stored_once_and_every_request_can_be_read_back(tmp_pat
     for question in reversed(questions):
         assert copy.find(request(question), 1) == {"text": question}
     assert copy._log.read(request_key(request("a"), 1))["request"] == request("a")
+
+
+def test_a_full_disk_loses_one_reply_and_no_other(tmp_path):
+    """The record that had no room leaves nothing behind, not even half a line."""
+    request = {"messages": [{"role": "user", "content": "p" * 400}]}
+    full, limits = {"text": "x" * 4000}, resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    cache = ReplyCache(tmp_path)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        with pytest.raises(OSError):
+            cache.add(request | {"seed": 1}, 0, full)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    for seed in (2, 3):
+        cache.add(request | {"seed": seed}, 0, {"text": str(seed)})
+    for opened in (cache, ReplyCache(tmp_path)):
+        assert opened.entries == 2 and opened.find(request | {"seed": 1}, 0) is None
+        assert [opened.find(request | {"seed": seed}, 0) for seed in (2, 3)] == [{"text": "2"}, {"text": "3"}]
+        opened.close()

@@ -75,7 +75,7 @@ def bounded_memory():
     if "jax" in sys.modules and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 1_500_000:  # in kB, the most so far
         sys.modules["jax"].clear_caches()
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

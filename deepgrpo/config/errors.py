@@ -5,6 +5,7 @@ import errno
 import os
 import pathlib
 import re
+import signal
 import traceback
 from typing import NamedTuple
 
@@ -89,6 +90,8 @@ class Setup:
     def __exit__(self, _kind, error: BaseException | None, _traceback) -> None:
         if isinstance(error, SystemExit) and (self._done or not isinstance(error.code, str)):
             return
+        if isinstance(error, KeyboardInterrupt):
+            raise SystemExit(128 + signal.SIGINT) from error  # as a shell would say it, without a traceback
         if self._done and not (self.head and type(error).__module__.startswith("deepgrpo.")):
             return
         if isinstance(error, SystemExit):

@@ -15,3 +15,7 @@ class Console(rich.console.Console):
     def render(self, *arguments: Any, **keys: Any) -> Iterable[Segment]:
         for segment in super().render(*arguments, **keys):
             yield segment if segment.control else segment._replace(text=shown(segment.text))
+
+    def on_broken_pipe(self) -> None:
+        """Rich's own ends the program; here the caller decides (`no_end`, `tool`)."""
+        raise  # noqa: PLE0704  the error that it was called for

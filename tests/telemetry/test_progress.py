@@ -3,8 +3,10 @@
 import io
 import types
 
+import pytest
 import rich.console
 
+from deepgrpo.telemetry import terminal
 from deepgrpo.telemetry.progress import Progress, Timer
 
 METRICS = {
@@ -70,3 +72,22 @@ def test_timer():
         pass
     assert timer.metrics() == {"timing_s/gen": 6.0, "timing_s/step": 10.0}
     assert timer.metrics() == {}
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device"), ValueError("closed")]
+)
+def test_a_line_that_cannot_be_shown_ends_nothing(live, error, caplog):
+    class Broken(io.StringIO):
+        def write(self, text):
+            raise error
+
+        flush = write
+
+    console = terminal.Console(file=Broken(), force_terminal=live, width=200)
+    shown = Progress(types.SimpleNamespace(steps=9, epochs=1, student_tokens=0), {"training/global_step": 0}, console=console)
+    for step in (1, 2, 3):
+        shown.update(step, METRICS)
+    shown.close()
+    assert "the progress line could not be written" in caplog.text

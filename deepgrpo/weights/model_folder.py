@@ -37,7 +37,10 @@ CONVERT = (
     "{call}save_pretrained(p + '-{to}'); t.AutoTokenizer.from_pretrained(p).save_pretrained(p + '-{to}')\"   (where PyTorch "
     "is installed), then set --config.model.path={folder}-{to}"
 )
-ORIGINAL = "get the same model as safetensors from where it was published, in a folder of its own, and set --config.model.path"
+ORIGINAL = (
+    "get the same model as safetensors from where it was published, or have the program that wrote it save it so "
+    "(save_pretrained), in a folder of its own, and set --config.model.path"
+)
 EXPORT = "python -m deepgrpo.export --checkpoint={folder} --out=NEW, then set --config.model.path=NEW"
 ELSE = (  # what folders hold that are no Hugging Face model: pattern, what that is, and the way to one
     ("checkpoints/*/manifest.json", "a run of this program", EXPORT),

@@ -28,7 +28,13 @@ def start(folder: pathlib.Path, stdout, stderr=None, before=None, environment=()
     line = [sys.executable, "-m", "deepgrpo.train", *arguments(folder, **LONG | overrides)]
     environment = os.environ | {"XLA_FLAGS": ""} | dict(environment)
     stderr = subprocess.STDOUT if stdout == subprocess.PIPE else stderr
-    return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=stdout, stderr=stderr, preexec_fn=before, bufsize=0)
+
+    def prepare():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup would hand down its being ignored
+        if before:
+            before()
+
+    return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=stdout, stderr=stderr, preexec_fn=prepare, bufsize=0)
 
 
 def steps(run: pathlib.Path) -> int:

@@ -37,13 +37,19 @@ def test_every_part_of_the_tests_runs_and_the_status_is_of_all(tmp_path, fails, 
     assert len(calls) == 4 and "-m not system -q" in calls[2] and calls[3].endswith("-m system -q")
 
 
+def heed_hangups() -> None:
+    """Tests that run under nohup would hand down that SIGHUP is ignored, which a shell cannot undo."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def test_train_gpu_forwards_one_signal_and_waits_for_the_save(tmp_path):
     """Ctrl-C reaches the whole group: the trainer ignores it here, so that only what the script forwards counts."""
     traps = "trap 'echo told; sleep 1; echo saved; exit 7' TERM\ntrap '' INT HUP USR1\n"
     environment = checkout(tmp_path, "train_gpu.sh", f"#!/bin/bash\n{traps}echo ready\nwhile :; do sleep 0.1; done\n")
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         command = [tmp_path / "launch" / "train_gpu.sh", "x.py"]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as script:
+        keys = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "preexec_fn": heed_hangups}
+        with subprocess.Popen(command, env=environment, **keys) as script:
             while script.stdout.readline() != "ready\n":
                 assert script.poll() is None
             os.kill(script.pid, number) if number == signal.SIGTERM else os.killpg(script.pid, number)

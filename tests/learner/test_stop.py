@@ -22,6 +22,7 @@ def stopping(monkeypatch):
         raise Ended(status)
 
     monkeypatch.setattr(stop.os, "_exit", leave)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which tests that run under nohup find ignored
     now = [100.0]
     yield stop.Stop(clock=lambda: now[0]), now
     for number, handler in before.items():

@@ -47,6 +47,7 @@ from deepgrpo.loops import dynamic, reasoning, treerl  # noqa: E402
 from deepgrpo.loops.base import Setting, with_branches, with_sampling  # noqa: E402
 from deepgrpo.model.config import ModelConfig  # noqa: E402
 from deepgrpo.model.transformer import abstract_params  # noqa: E402
+from deepgrpo.preflight import check_inputs  # noqa: E402
 from deepgrpo.rewards.grade import rubric_of  # noqa: E402
 from deepgrpo.rewards.setup import open_grading  # noqa: E402
 from deepgrpo.rewards.weighted import part_means  # noqa: E402
@@ -91,7 +92,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     stack.enter_context(setup)  # inside the channel too, which tells of errors itself
     run = config_lib.run_folder(config)
     rubric_of(config.rewards)  # a reward of the user's that can't be imported ends the run here
-    checkpoints, resumed = run_folder.begin(config, line, stack, first, [device.device_kind for device in jax.devices()])
+    devices = [device.device_kind for device in jax.devices()]
+    checkpoints, resumed = run_folder.begin(config, line, stack, first, devices, check_inputs)
 
     ################################################################################################################
     #  Tokenizer and data
@@ -154,9 +156,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
             stack,
             curriculum=curriculum,
             grader=grading,
-            tokenizer=tokenizer_lib.load_tokenizer(
-                config.model.path, began
-            ),  # an instance of its own: it works in another thread
+            tokenizer=tokenizer_lib.load_tokenizer(config.model.path, began),  # of its own: it works in another thread
             stop_ids=stop_ids,
             folder=run / "teacher",
         )

@@ -14,14 +14,13 @@ import pathlib
 import platform
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from deepgrpo.config import CommandLine, run_folder, write_resolved
 from deepgrpo.config.errors import Finding, remedy_of
 from deepgrpo.config.forest_folder import read_json
 from deepgrpo.learner import distributed
-from deepgrpo.preflight import check_inputs
 from deepgrpo.telemetry import metrics as metrics_lib
 from deepgrpo.telemetry.log import close_log, open_log
 from deepgrpo.weights import files
@@ -35,12 +34,18 @@ UNREAD = "copy the folder again, or mount its disk; a new run: another --config.
 
 
 def begin(
-    config: Any, line: CommandLine, stack: contextlib.ExitStack, write: bool, devices: Sequence[str]
+    config: Any,
+    line: CommandLine,
+    stack: contextlib.ExitStack,
+    write: bool,
+    devices: Sequence[str],
+    check_inputs: Callable[..., list[str]],
 ) -> tuple[Checkpoints, int | None]:
     """Takes the run's folder for this process until `stack` closes, checks the inputs, and opens record and log.
 
     Args:
       write: this is process 0; the learner's others only look which step is resumed. devices: names of the accelerators.
+      check_inputs: preflight's, which lies above this room.
 
     Returns:
       (the run's checkpoints, the step to resume from or None for a new run).

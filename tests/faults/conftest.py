@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from deepgrpo import config as config_lib
+from deepgrpo.preflight import check_inputs
 from deepgrpo.weights import run_folder
 from tests.conftest import ROOT
 
@@ -49,7 +50,7 @@ def begin(folder: pathlib.Path, **overrides: object):
     config, line = configured(folder, **overrides)
     folder = config_lib.run_folder(config)
     with config_lib.Setup(f"run {config.name} cannot start", folder / "log.txt"), contextlib.ExitStack() as stack:
-        _, resumed = run_folder.begin(config, line, stack, True, ["cpu"])
+        _, resumed = run_folder.begin(config, line, stack, True, ["cpu"], check_inputs)
         said = (folder / "log.txt").read_text()
     return resumed, "".join(line for line in said.splitlines(True) if "began: run_dir:" not in line)  # the copy lies elsewhere
 

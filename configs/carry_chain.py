@@ -8,8 +8,8 @@ Both arms sample the same number of student tokens (train.student_tokens); nothi
 one, asked over HTTP. `launch/demo.sh` runs all of it and plots both curves. `configs/carry_chain.py:ARM` runs an ablation of
 configs/ablations.py: `:plain`, `:luffy`, `:cut_random` and so on.
 Hardware: 2 CPU cores. Time: warm start 1 minute, plain 20 s, forest 1 minute the first time (half of it compilation).
-Result (3 seeds, greedy, 128 held-out questions, 500,000 student tokens): plain 0.000 in each; forest 0.734, 95 % interval
-[0.664, 0.789] of the mean, lowest seed 0.664. Every group of the plain arm fails as a whole, so it never gets a gradient.
+Result (3 seeds, greedy, 128 held-out questions, 500,000 student tokens): plain 0.000 in each; forest 0.661, 95 % interval
+[0.648, 0.672] of the mean, lowest seed 0.648. Every group of the plain arm fails as a whole, so it never gets a gradient.
 """
 
 import ml_collections

@@ -63,6 +63,7 @@ def get_config(arm: str = "") -> ml_collections.ConfigDict:
     config.curriculum.injection_ratio, config.curriculum.injection_mode = 0.75, "replace"  # equal groups a step in both arms
     config.curriculum.failures, config.curriculum.min_remaining_tokens = "longest_prefix", 8
     config.teacher.base_url, config.teacher.synchronous = "oracle", True
+    config.teacher.attempts = 1  # the rule answers the same every time
     config.teacher.min_prefix_match_tokens, config.teacher.min_prefix_match_ratio, config.teacher.min_suffix_len = 1, 0.0, 1
     config.objective.kl_coef = 0.0
     config.optim.lr, config.optim.b2, config.optim.weight_decay = 5e-4, 0.99, 0.0

@@ -98,6 +98,10 @@ def listed(exchange: Exchange) -> None:
     exchange.say({"object": "list", "data": [{"id": MODEL}]})
 
 
+class Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128  # of the standard five, a burst's other connections are reset on a loaded machine
+
+
 class Endpoint:
     """`behave` answers chats and `list_models` the list of models; both may be replaced while it serves."""
 
@@ -106,7 +110,7 @@ class Endpoint:
         self.behave, self.list_models = behave, list_models
         self.asked: list[dict[str, Any]] = []
         self.lock, self.closing = threading.Lock(), threading.Event()
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Exchange)
+        self._server = Server(("127.0.0.1", 0), Exchange)
         self._server.daemon_threads, self._server.block_on_close, self._server.endpoint = True, False, self
         if tls is not None:
             (tls / "cert.pem").write_text(CERTIFICATE)

@@ -165,7 +165,7 @@ def test_a_run_is_refused_or_goes_on_saying_why(student, tmp_path, monkeypatch):
         with pytest.raises(SystemExit, match="(?s)Unrecognized request argument.*--config.teacher.enable_thinking=unset"):
             main()
         endpoint.asked.clear()
-        endpoint.behave = lambda e: right(e) if e.ordinal < 2 else refuses(f"{KWARGS} {SECRET}")(e)
+        endpoint.behave = lambda e: right(e) if e.ordinal < 1 else refuses(f"{KWARGS} {SECRET}")(e)
         main()
     log = next(tmp_path.glob("*/log.txt")).read_text()
     assert log.count("--config.teacher.enable_thinking=unset") == 2, "the first refusal, and the breaker"

@@ -10,7 +10,6 @@ forgets a needed carry (57+6=53) and goes on from the wrong value: the flaw that
 import hashlib
 import json
 import pathlib
-import re
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,13 +18,14 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from deepgrpo.rewards.steps import MARKER, MODULUS, parse, running_sums, written
+from deepgrpo.rewards.steps import QUESTION as QUESTION  # the graders' arithmetic is the task's, for those who know the task
+from deepgrpo.rewards.steps import solution as solution
+
 NAME = "carry_chain"  # its data_source
 STEPS = 10
-MODULUS = 100
 OPERANDS = (6, 7, 8, 9)
 LETTERS = "abcdefghijklmnop"  # the first STEPS label operands; the others keep the vocabulary open for longer chains
-MARKER = "####"  # before the final answer
-QUESTION = re.compile(r"(\d\d)((?:[a-p]\d)+)=\?")
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCABULARY = (PAD, START, END, "system", "user", "assistant", MARKER, "\n", " ", *"+-*/=?:;", *"0123456789", *LETTERS)
@@ -99,30 +99,7 @@ def _questions(split: str, rng: np.random.Generator) -> Iterator[str]:
                 yield question
 
 
-def parse(question: str) -> tuple[int, list[tuple[str, int]]]:
-    """Returns the start value and the labelled operands in order.
-
-    Raises:
-      ValueError: the text is not a carry-chain question.
-    """
-    match = QUESTION.fullmatch(question)
-    if match is None:
-        raise ValueError(f"not a {NAME} question: {question!r}; expected two digits, pairs of letter and digit, then '=?'")
-    pairs = match[2]
-    return int(match[1]), [(pairs[i], int(pairs[i + 1])) for i in range(0, len(pairs), 2)]
-
-
 #### Answers
-
-
-def running_sums(question: str) -> list[str]:
-    """The value after each step, two digits each."""
-    value, steps = parse(question)
-    sums = []
-    for _, operand in steps:
-        value = (value + operand) % MODULUS
-        sums.append(f"{value:02d}")
-    return sums
 
 
 def carries(question: str) -> list[bool]:
@@ -135,11 +112,6 @@ def carries(question: str) -> list[bool]:
     return needed
 
 
-def solution(question: str) -> str:
-    """The one right answer text, as the rule-based teacher writes it."""
-    return _write(parse(question)[1], running_sums(question))
-
-
 def sloppy_solution(question: str, forget: float, rng: np.random.Generator) -> str:
     """An answer text that forgets each needed carry with probability `forget` and goes on from what it wrote."""
     value, steps = parse(question)
@@ -148,12 +120,7 @@ def sloppy_solution(question: str, forget: float, rng: np.random.Generator) -> s
         total = value + operand
         value = (total - 10 if forgets and total // 10 > value // 10 else total) % MODULUS
         sums.append(f"{value:02d}")
-    return _write(steps, sums)
-
-
-def _write(steps: list[tuple[str, int]], sums: list[str]) -> str:
-    lines = [f"{letter}+{operand}={value}\n" for (letter, operand), value in zip(steps, sums, strict=True)]
-    return "".join(lines) + MARKER + sums[-1]
+    return written(steps, sums)
 
 
 #### Tokenizer

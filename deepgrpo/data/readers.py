@@ -15,9 +15,9 @@ from typing import Any
 
 from deepgrpo.data import arithmetic, carry_chain, repair, tables
 from deepgrpo.data.cells import KEY, LINE, PLAIN, TEXT, DataError, Kind, Maybe, problem, refuse, scalar
+from deepgrpo.rewards.answer import canonical
 from deepgrpo.rewards.grade import GRADERS
 from deepgrpo.rewards.gsm8k import numbers
-from deepgrpo.rewards.sources import canonical
 
 VERL = {
     "prompt": [{"role": TEXT, "content": LINE}],  # an empty system message is one

@@ -6,9 +6,9 @@ right answer in another form is a wrong one.
 
 import dataclasses
 
+from deepgrpo.rewards.answer import canonical
 from deepgrpo.rewards.grade import GRADERS
 from deepgrpo.rewards.rubric import Rubric
-from deepgrpo.rewards.sources import canonical
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,7 @@ from deepgrpo.rewards.forms import (
     plain_words,
     readings,
 )
-from deepgrpo.rewards.latex import canonical, clean, unmarked
-from deepgrpo.rewards.units import quantity
+from deepgrpo.rewards.latex import canonical, clean, quantity, unmarked
 
 MAX_CLEAN = 1000  # characters of a cleaned answer, or twice its key's
 MAX_ITEMS = 40  # of an unordered comparison

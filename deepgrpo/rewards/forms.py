@@ -7,8 +7,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from deepgrpo.rewards.latex import ROW, TEXT_CLOSE, TEXT_OPEN, canonical, unmarked
-from deepgrpo.rewards.units import COMPOUND, Quantity, compound, quantity
+from deepgrpo.rewards.latex import COMPOUND, ROW, TEXT_CLOSE, TEXT_OPEN, Quantity, canonical, compound, quantity, unmarked
 
 
 @dataclasses.dataclass(frozen=True)

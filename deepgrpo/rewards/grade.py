@@ -17,10 +17,10 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
-from deepgrpo.rewards import latex, marks, verdict, weighted
-from deepgrpo.rewards.answer import Answer
+from deepgrpo.rewards import answer as marks
+from deepgrpo.rewards import latex, verdict, weighted
+from deepgrpo.rewards.answer import Answer, canonical
 from deepgrpo.rewards.rubric import DEFAULT, Rubric, resolve
-from deepgrpo.rewards.sources import canonical
 from deepgrpo.types import Grade
 
 __all__ = ["GRADERS", "STEP_CHECKING", "Answer", "Grader", "Rubric", "check_sources", "grade", "leaks_answer", "rubric_of"]
@@ -36,7 +36,6 @@ class Grader:
     path: "module:function", imported when it is first needed; "" for sources that `external.ExternalGrading` grades.
     leaks: pattern of a text that states a final answer or begins to: no locked prefix may hold one. "": the module's LEAK.
     family: "boxed", "number" or "formula" if `rewards.extract` applies.
-    compatible: path of the reference's grader, for rewards.grader=compat_*; "": a family has its own, others have none.
     checks_steps: its grades carry `right_prefix`.
     seconds: deadline of an answer, where rewards.deadline is too short for what it does.
     waits: it spends its time waiting for others: graded in workers of their own.
@@ -45,7 +44,6 @@ class Grader:
     path: str
     leaks: str = ""
     family: str = ""
-    compatible: str = ""
     checks_steps: bool = False
     seconds: float | None = None
     waits: bool = False
@@ -61,21 +59,21 @@ GRADERS: dict[str, Grader] = {
         ("MATH", "DigitalLearningGmbH/MATH-lighteval", "AIME24", "AMC", "Minerva", "OlympiadBench"),
         Grader("deepgrpo.rewards.math:grade", BOXED, "boxed"),
     ),
-    "DeepScaleR": Grader("deepgrpo.rewards.deepscaler:grade", BOXED, "formula"),
+    "DeepScaleR": Grader("deepgrpo.rewards.math:grade_declared", BOXED, "formula"),
     **dict.fromkeys(
         ("hotpotqa", "2wikimultihopqa", "musique", "bamboogle"),
-        Grader("deepgrpo.rewards.search_qa:grade", compatible="deepgrpo.rewards.search_qa:grade_strict_reference"),
+        Grader("deepgrpo.rewards.search_qa:grade"),
     ),
     **dict.fromkeys(
         ("finqa", "hybridqa", "ottqa", "multihiertt", "wikitq", "reasoning-table"),
-        Grader("deepgrpo.rewards.tables:grade", compatible="deepgrpo.rewards.tables_strict:grade_strict_reference"),
+        Grader("deepgrpo.rewards.tables:grade"),
     ),
-    "DABench": Grader("deepgrpo.rewards.dabench:grade", compatible="deepgrpo.rewards.dabench:grade_strict_reference"),
+    "DABench": Grader("deepgrpo.rewards.tables:grade_named", f"{marks.TAG}|@\\w+\\["),
     **dict.fromkeys(("datatask", "research", "dabstep_research", "dabstep", "DSBench_data_analysis"), Grader("", marks.TAG)),
     "DSBench_data_modeling": Grader("", marks.TAG),
     "ds1000": Grader("", r"```|<\s*code\b"),
-    "carry_chain": Grader("deepgrpo.rewards.carry_chain:grade", "####", checks_steps=True),
-    "arithmetic": Grader("deepgrpo.rewards.arithmetic:grade", "####", checks_steps=True),
+    "carry_chain": Grader("deepgrpo.rewards.steps:grade_carry_chain", "####", checks_steps=True),
+    "arithmetic": Grader("deepgrpo.rewards.steps:grade_sum", "####", checks_steps=True),
 }
 
 STEP_CHECKING = frozenset(source for source, grader in GRADERS.items() if grader.checks_steps)
@@ -141,7 +139,7 @@ def unknown_sources(sources: Iterable[str], rubric: Rubric = DEFAULT) -> list[st
 def remedy_for(unknown: Sequence[str], rubric: Rubric = DEFAULT) -> str:
     """The line that gives unknown sources a grader."""
     own = [f"{source}={path}" for source, path in rubric.own_graders().items()]
-    line = ",".join([*own, *(f"{source}=deepgrpo.rewards.deepscaler:grade" for source in unknown)])
+    line = ",".join([*own, *(f"{source}=deepgrpo.rewards.math:grade_declared" for source in unknown)])
     return (
         f"--config.rewards.graders='{line}' marks an answer in a box or after 'Answer:' (a number after '####': "
         "deepgrpo.rewards.gsm8k:grade); or name a grader of your own, package.module:function, or correct the column data_source"
@@ -159,8 +157,6 @@ def prepare(sources: Iterable[str], rubric: Rubric) -> None:
             from deepgrpo.rewards import strict
 
             strict.warm_up()
-        elif rubric.grader != "typed" and grader.compatible:
-            resolve(grader.compatible)
 
 
 #### Grading
@@ -196,7 +192,7 @@ def _task_grade(answer: Answer, rubric: Rubric) -> Grade:
         return Grade(0.0, False, "truncated", right_prefix=0 if grader.checks_steps else None)
     if answer.finish_reason != "stop":
         raise ValueError(f"finish_reason {answer.finish_reason!r} is not graded; expected 'stop' or 'length'")
-    if rubric.grader != "typed" and (grader.family or grader.compatible):
+    if rubric.grader != "typed" and grader.family:
         return _compatible(answer, grader, rubric)
     if grader.family and rubric.extract != "default":
         return _extracted(marks.whole(answer), grader, rubric.extract)
@@ -213,8 +209,6 @@ def _task_grade(answer: Answer, rubric: Rubric) -> Grade:
 def _compatible(answer: Answer, grader: Grader, rubric: Rubric) -> Grade:
     from deepgrpo.rewards import strict
 
-    if grader.compatible:
-        return resolve(grader.compatible)(answer)
     if rubric.extract.startswith("answer_tag"):
         return strict.grade_tagged(answer, rubric.grader, lenient=rubric.extract == "answer_tag_lenient")
     if grader.family == "number":
@@ -224,11 +218,11 @@ def _compatible(answer: Answer, grader: Grader, rubric: Rubric) -> Grade:
 
 def _extracted(answer: Answer, grader: Grader, extract: str) -> Grade:
     """The typed graders on an answer that stands elsewhere than the source's own rule has it."""
-    from deepgrpo.rewards import answer_tags, gsm8k, math
+    from deepgrpo.rewards import gsm8k, math
 
     if extract == "mark":
         return gsm8k.grade(answer, only_mark=True) if grader.family == "number" else resolve(grader.path)(answer)
-    stated = answer_tags.inside(answer, lenient=extract == "answer_tag_lenient")
+    stated = marks.tagged_answers(answer, lenient=extract == "answer_tag_lenient")
     if grader.family == "number":
         grades = [gsm8k.grade(dataclasses.replace(answer, response=text)) for text in stated]
     else:

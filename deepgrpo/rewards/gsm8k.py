@@ -8,15 +8,15 @@ minutes, dollars with cents and their like are one number, in either unit.
 import re
 from fractions import Fraction
 
-from deepgrpo.rewards import latex, marks
-from deepgrpo.rewards.answer import Answer, own_words
-from deepgrpo.rewards.units import COMPOUND, compound
+from deepgrpo.rewards import latex
+from deepgrpo.rewards.answer import HASHES, SAID, Answer, own_words
+from deepgrpo.rewards.latex import COMPOUND, compound
 from deepgrpo.types import Grade
 
 MAX_DIGITS = 40  # of a number; no count of anything in a word problem is longer
 
-_MARK = re.compile(rf"(?P<mark>{marks.HASHES})[^\S\n]*(?:\n\s*(?=[-+$*\\]*\d))?(?P<stated>[^\n#]*)", re.IGNORECASE)
-_ANSWER_IS = re.compile(rf"{marks.SAID}(?=([^\n]*))", re.IGNORECASE)
+_MARK = re.compile(rf"(?P<mark>{HASHES})[^\S\n]*(?:\n\s*(?=[-+$*\\]*\d))?(?P<stated>[^\n#]*)", re.IGNORECASE)
+_ANSWER_IS = re.compile(rf"{SAID}(?=([^\n]*))", re.IGNORECASE)
 _SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.,]?\d)")
 _NUMBER = re.compile(
     r"(?=[-+]?\s{0,3}\.?\d)(?P<sign>[-+]\s*)?(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?P<decimals>\.\d+)?"

@@ -5,6 +5,7 @@ type and value (see `compare`); notation that our own parser doesn't know is lef
 Minerva, whose keys are measured numbers: they match within half a unit of their last written digit.
 """
 
+import dataclasses
 import functools
 import logging
 import re
@@ -67,6 +68,44 @@ def usable_keys(ground_truth: str | float | Sequence[str]) -> list[str]:
     boxed = [latex.last_boxes(text) if "\\boxed" in text else None for text in texts]
     texts = [box[-1].strip() if box else text for text, box in zip(texts, boxed, strict=True)]
     return [text for text in texts if text and text != "None"]
+
+
+#### Declared answers
+
+_DECLARED = re.compile(
+    r"\b(?:answer|result|solution|value)\b[^.\n$\\]{0,60}?(?:\bis\b|\bequals\b|=|:)\s*(?::\s*)?(.+)", re.IGNORECASE
+)
+_SENTENCE = re.compile(r"[.;!?](?:\s|$)|\n")
+
+
+def grade_declared(answer: Answer) -> Grade:
+    """Returns 1 if the boxed answer, or without a box the one that the last sentence declares, says the same as a key.
+
+    This is DeepScaleR's grader. A number that is merely mentioned is no answer, unlike in the reference, where the last formula
+    of the transcript counts.
+    """
+    text = own_words(answer.response)
+    if latex.boxes(text) or "\\boxed" in text:
+        return grade(answer)
+    declared = declared_answer(text)
+    if declared is None:
+        return Grade(0.0, False, "unformatted")
+    return grade(dataclasses.replace(answer, response=f"\\boxed{{{declared}}}"))
+
+
+def declared_answer(text: str) -> str | None:
+    """`\\frac12` of "Hence the answer is $\\frac12$.": what the last such sentence names, without its dollar signs."""
+    found = list(_DECLARED.finditer(text))
+    if not found:
+        return None
+    rest = re.sub(r"\*\*|__", "", found[-1][1]).strip()
+    formula = re.match(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", rest)
+    if formula:
+        return next(group for group in formula.groups() if group is not None).strip()
+    return _SENTENCE.split(rest)[0].strip() or None
+
+
+#### math-verify
 
 
 def by_math_verify(key: str, answer: str) -> bool:

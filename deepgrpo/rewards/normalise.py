@@ -8,10 +8,10 @@ import dataclasses
 import functools
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from deepgrpo.rewards import units
+from deepgrpo.rewards import latex
 
 MAX_CHARS = 2_000  # of a final answer; no key of these sources comes near
 MAX_AMOUNT = 120  # characters of a number with its unit
@@ -129,7 +129,7 @@ _CURRENCIES = {
     "rupee": "\u20b9 inr rupee rupees",
 }
 _UNITS = {
-    **{spelling: name for spelling, name in units.NAMES.items() if len(spelling) > 1 and name not in ("pound", "dollar", "cent")},
+    **{spelling: name for spelling, name in latex.UNITS.items() if len(spelling) > 1 and name not in ("pound", "dollar", "cent")},
     **{"decades": "decade", "decade": "decade", "century": "century", "centuries": "century", "m": "meter", "t": "ton"},
     **dict.fromkeys("% percentage pct".split(), "percent"),
     **dict.fromkeys("km/h kmh kph kmph kilometers/hour kilometres/hour km/hour".split(), "kilometer/hour"),
@@ -316,6 +316,12 @@ def _omitted(key: str, answer: str, rules: Rules) -> bool:
 
 def _asks_for_scale(question: str, power: int) -> bool:
     return any(re.search(rf"\b{word}s?\b", question) for word, size in _SCALES.items() if size == power and len(word) > 2)
+
+
+def usable_keys(ground_truth: str | Sequence[str]) -> list[str]:
+    """Returns the accepted answers of a row, without empty ones."""
+    keys = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    return [text for one in keys if one is not None and (text := str(one).strip())]
 
 
 def same_list(key: str, answer: str, rules: Rules) -> bool:

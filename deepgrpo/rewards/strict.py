@@ -7,15 +7,279 @@ deleted variables, hangs on towers of powers, free rewards for empty keys, and s
 deadline. They concern mathematics and GSM8K; `config.strict_reference` is another switch and does not turn them on.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 
-from deepgrpo.rewards import strict_stages
+from deepgrpo.rewards import sympy_reader
 from deepgrpo.rewards.answer import Answer
+from deepgrpo.rewards.math import math_verify
 from deepgrpo.types import Grade
 
-FAST = (strict_stages.same_text, strict_stages.same_algebra)
-FULL = (*FAST, strict_stages.same_by_math_verify)
+
+class _GivesUp(Exception):
+    """A step of a normaliser doesn't know what to do."""
+
+
+#### Stage A: one spelling of text
+
+# Words that are taken out wherever they stand alone, with their plurals. Single letters are among them: variables go.
+_UNITS = [f"{letter} ." for letter in "abcdgq"]  # meant as abbreviations, used as patterns: the dot is any character
+_UNITS += (
+    "degree mile mph foot feet inch inches yard acre hectare meter metre centimeter millimeter kilometer cm mm km ft square sq "
+    "cubic second sec minute min hour hr day week month year am pm gram gm kg kilogram mg pound lb ounce oz ton dollar cent "
+    "rupee rs euro liter litre ml gallon percent unit point person people men women by per st nd rd th deg prime "
+    "ab bc mp a c d g h l m o s t"
+).split()
+
+
+@functools.cache
+def _unit_patterns() -> list[re.Pattern]:
+    return [re.compile(rf"(^|\W){unit}{plural}($|\W)") for unit in _UNITS for plural in ("", "s")]
+
+
+def same_text(answer: str, key: str) -> bool:
+    """Stage A: both texts in the spelling of MATH's first graders, compared as strings."""
+    return spelling(answer) == spelling(key)
+
+
+def spelling(text: str) -> str:
+    """Stage A's normal form; a text that makes it stumble stays as it is, trimmed."""
+    text = text.strip()
+    try:
+        if whole := re.search(r"^\\text\{(.+?)\}$", text):
+            text = whole[1].strip()
+        return _respelled(text)
+    except (_GivesUp, IndexError, ValueError):
+        return text
+
+
+def _respelled(text: str) -> str:
+    text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
+    text = re.sub(r"\\begin\{array\}\{.*?\}", r"\\begin{pmatrix}", text)
+    text = re.sub(r"\\end\{array\}", r"\\end{pmatrix}", text).replace("bmatrix", "pmatrix")
+    for old, new in (("tfrac", "frac"), ("dfrac", "frac"), ("\\neq", "\\ne"), ("\\leq", "\\le"), ("\\geq", "\\ge")):
+        text = text.replace(old, new)
+    text = text.replace("\\left", "").replace("\\right", "")
+    text = re.sub(r"\\text\{.*?\}$", "", text).strip() or text  # from the first group, not the last
+    for _ in range(2):
+        for pattern in _unit_patterns():
+            text = pattern.sub(r"\1\2", text) or text
+    text = text.replace("^{\\circ}", "").replace("^\\circ", "").replace("\\$", "")
+    before, *after = text.split("\\text{ ")
+    if len(after) > 1:
+        raise _GivesUp
+    text = before.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if not text:
+        return text
+    text = "0" + text if text[0] == "." else text
+    sides = text.split("=")
+    text = sides[1] if len(sides) == 2 and len(sides[0]) <= 2 else text
+    text = _braced_roots(text).replace(" ", "")
+    text = _braced_fractions(text)
+    text = "\\frac{1}{2}" if text == "0.5" else text
+    return _slash_as_fraction(text)
+
+
+def _braced_roots(text: str) -> str:
+    """\\sqrt3 as \\sqrt{3}: one character."""
+    first, *others = text.split("\\sqrt")
+    return first + "".join("\\sqrt" + (other if other[0] == "{" else f"{{{other[0]}}}{other[1:]}") for other in others)
+
+
+def _braced_fractions(text: str) -> str:
+    """\\frac12 and \\frac1{72} with braces; one that has fewer than two characters left stops the whole text."""
+    first, *others = text.split("\\frac")
+    done = first
+    for other in others:
+        if other[:1] == "{":
+            done += "\\frac" + other
+        elif len(other) < 2:
+            return text
+        elif other[1] == "{":
+            done += f"\\frac{{{other[0]}}}{other[1:]}"
+        else:
+            done += f"\\frac{{{other[0]}}}{{{other[1]}}}{other[2:]}"
+    return done
+
+
+def _slash_as_fraction(text: str) -> str:
+    parts = text.split("/")
+    try:
+        top, bottom = (int(part) for part in parts)
+    except ValueError:
+        return text
+    return f"\\frac{{{top}}}{{{bottom}}}" if text == f"{top}/{bottom}" else text
+
+
+#### Stage B: plain text and sympy
+
+_MEASURES = "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard".split()
+_SYMBOLS = {"\u221a": "sqrt", "\u03c0": "pi", "\u221e": "inf", "\u222a": "U", "\u00b7": "*", "\u00d7": "*"}
+_BRACKETS = "()[]"
+
+
+def same_algebra(answer: str, key: str) -> bool:
+    """Stage B: both as plain text; equal strings, or element by element a difference that sympy simplifies to zero."""
+    key, answer = plain(key), plain(answer)
+    if key == answer:
+        return True
+    if not answer:
+        return False
+    expected, given = _elements(key), _elements(answer)
+    if len(expected) > 1 and (key[0], key[-1]) != (answer[0], answer[-1]):
+        return False
+    return len(expected) == len(given) and all(_same_element(e, g) for e, g in zip(expected, given, strict=True))
+
+
+def plain(text: str) -> str:
+    """Stage B's normal form: lower case, no spaces, no units, LaTeX as Unicode text."""
+    if whole := re.search(r"^\\text\{(.+?)\}$", text):
+        text = whole[1]
+    text = text.replace("\\%", "%").replace("\\$", "$").replace("$", "").replace("%", "")
+    text = text.replace(" or ", " , ").replace(" and ", " , ")
+    for word, power in (("million", 6), ("billion", 9), ("trillion", 12)):
+        text = text.replace(word, f"*10^{power}")
+    for measure in _MEASURES:  # within other words as well: Monday becomes Mon
+        text = re.sub(rf"{measure}(es)?(s)? *(\^[0-9]+)?", "", text)
+    text = re.sub(r"\^ *\\circ", "", text)
+    text = text[1:-1] if text[:1] == "{" and text[-1:] == "}" else text
+    text = re.sub(r",\\! *", "", text)
+    if (number := _float(text)) is not None and _whole(number):
+        text = str(round(number))  # Python's parser takes 52_8 for 528
+    if "\\" in text:
+        try:
+            text = _latex_as_text(text)
+        except ModuleNotFoundError:
+            raise
+        except Exception:  # whatever pylatexenc raises, the reference goes on with the LaTeX
+            pass
+    text = re.sub("- *", "-", text)
+    text = re.sub("([0-9]) +([0-9])", r"\1+\2", text)  # mixed numbers, and 10 080
+    text = text.replace(" ", "").replace("{", "").replace("}", "").lower()
+    return str(int(float(text.replace(",", "")))) if _is_integer(text) else text
+
+
+@functools.cache
+def _reader():
+    try:
+        from pylatexenc import latex2text
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("rewards.grader=compat_* reads LaTeX with pylatexenc: pip install pylatexenc") from error
+    return latex2text.LatexNodes2Text()
+
+
+def _latex_as_text(text: str) -> str:
+    text = text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
+    text = _reader().latex_to_text(text)
+    for symbol, name in _SYMBOLS.items():
+        text = text.replace(symbol, name)
+    return text.strip()
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _whole(number: float) -> bool:
+    try:
+        return abs(number - round(number)) <= 1e-7
+    except (OverflowError, ValueError):  # infinite, not a number
+        return False
+
+
+def _without_commas(text: str) -> str:
+    """Thousands commas taken out, from the left, until none is left."""
+    while (shorter := re.sub(r"(\d),(\d\d\d)($|\D)", r"\1\2\3", text)) != text:
+        text = shorter
+    return text
+
+
+def _is_integer(text: str) -> bool:
+    number = _float(_without_commas(text))
+    return number is not None and _whole(number)
+
+
+def _elements(text: str) -> list[str]:
+    text = _without_commas(text)
+    if len(text) > 2 and text[0] in _BRACKETS and text[-1] in _BRACKETS and not any(b in text[1:-1] for b in _BRACKETS):
+        return [element.strip() for element in text[1:-1].split(",")]
+    return [text] if text else []
+
+
+def _same_element(key: str, answer: str) -> bool:
+    if all(re.search(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$", text) for text in (key, answer)):
+        return key == answer  # a fraction must be reduced
+    if _is_integer(key) != _is_integer(answer):
+        return False  # an integer must be written as one
+    return _vanishes(f"({key})-({answer})")
+
+
+def _vanishes(difference: str) -> bool:
+    letters = {char for char in difference.replace("sqrt", "").replace("frac", "") if char.isalpha()}
+    if len(letters) > 2 or "^{" in difference or "^(" in difference or re.search(r"\^[0-9]+\^|\^[0-9][0-9]+", difference):
+        return False
+    import sympy
+
+    sympy_parser = sympy_reader.install()
+    rules = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
+    try:
+        return bool(sympy.simplify(sympy_parser.parse_expr(difference.replace("^", "**"), transformations=rules)) == 0)
+    except Exception:  # the reference refuses whatever sympy can't do
+        return False
+
+
+#### Stage C: math-verify
+
+MAX_UNCHECKED = 128  # characters; longer texts must not repeat themselves
+MAX_REPETITION = 0.2
+SECONDS = 1  # of math-verify's alarms, each
+
+
+def same_by_math_verify(answer: str, key: str) -> bool:
+    """Stage C: math-verify, with alarms of a second each. Only in a process's main thread, as everywhere in a grading worker."""
+    if any(len(text) > MAX_UNCHECKED and _repetition(text) > MAX_REPETITION for text in (answer, key)):
+        return False
+    if plain(key) == plain(answer):
+        return True
+    library = math_verify()
+    config = (library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig())
+    # The reference means to take the first match only, but passes the mode in a list, which math-verify reads as "any match".
+    rules = {"fallback_mode": "no_fallback", "extraction_mode": "any_match", "parsing_timeout": SECONDS}
+    try:
+        left, right = (library.parse(text if "$" in text else f"${text}$", config, **rules) for text in (key, answer))
+        return bool(library.verify(left, right, timeout_seconds=SECONDS))
+    except Exception:  # the reference refuses whatever math-verify can't do
+        return False
+
+
+def _repetition(text: str) -> float:
+    """How much neighbours among the sorted suffixes share: the sum of their common prefixes over n(n+1)/2."""
+    suffixes = sorted(text[i:] for i in range(len(text)))
+    shared = 0
+    for left, right in zip(suffixes, suffixes[1:], strict=False):
+        shared += next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    return 2 * shared / (len(text) * (len(text) + 1))
+
+
+def by_metric(keys: list[str], text: str) -> bool:
+    """DeepScaleR's rule: math-verify's metric with its default limits, keys as LaTeX, the text as expressions or LaTeX."""
+    library = math_verify()
+    from math_verify.metric import math_metric
+
+    latex, plain_expression = library.LatexExtractionConfig(), library.ExprExtractionConfig()
+    metric = math_metric(gold_extraction_target=(latex,), pred_extraction_target=(plain_expression, latex))
+    try:
+        return metric(keys, [text])[0] > 0
+    except Exception:  # the reference refuses whatever math-verify can't do
+        return False
+
+
+FAST = (same_text, same_algebra)
+FULL = (*FAST, same_by_math_verify)
 STAGES = {"compat_fast": FAST, "compat_full": FULL}
 
 _ASSISTANT = ("<|im_start|>assistant", "<|start_header_id|>assistant<|end_header_id|>", "[/INST]", "### Assistant:", "Assistant:")
@@ -27,8 +291,8 @@ _STRICT_MARK = re.compile(r"#### (-?[0-9.,]+)")
 
 def warm_up() -> None:
     """Imports what the stages need (sympy, math-verify, pylatexenc)."""
-    strict_stages.same_algebra("\\frac{x}{2}", "x/2 + 0*x")
-    strict_stages.same_by_math_verify("\\frac{x}{3}", "x/3")
+    same_algebra("\\frac{x}{2}", "x/2 + 0*x")
+    same_by_math_verify("\\frac{x}{3}", "x/3")
 
 
 #### Boxes
@@ -97,7 +361,7 @@ def grade_formula(answer: Answer) -> Grade:
     The reference runs this in processes' main threads, so the library's own time limits hold, in both modes.
     """
     found = keys(answer.ground_truth)
-    right = strict_stages.by_metric([f"\\boxed{{{key}}}" for key in found], answer.transcript)
+    right = by_metric([f"\\boxed{{{key}}}" for key in found], answer.transcript)
     return Grade(float(right), True, "right" if right else "wrong")
 
 

@@ -1,18 +1,20 @@
-"""The graders of questions about tables: finqa, hybridqa, ottqa, multihiertt, wikitq, reasoning-table.
+"""The graders of questions about tables: finqa, hybridqa, ottqa, multihiertt, wikitq, reasoning-table, and DABench.
 
-One extractor for all: the answer pairs of the response (`<Answer>` or `<answer>`), each of which must be right, else its last
-`Answer:` line. A response without either has no final answer. The comparison is the source's (`RULES`):
+There is one extractor for all: the answer pairs of the response (`<Answer>` or `<answer>`), each of which must be right, else its
+last `Answer:` line. A response without either has no final answer. The comparison is the source's (`RULES`):
 
     finqa               numbers agree in the coarser of the two written precisions (see `normalise.rounded`); (3.2) is -3.2
     multihiertt         numbers agree within 1e-5 of the key
     wikitq              exact; a key of several items is a list in any order
+    DABench             values by name, `@name[value]`, all of which must be there: equal as text, as lists, or within 1e-6
     all others          exact
 """
 
 import re
+from typing import Any
 
-from deepgrpo.rewards import latex, marks, normalise
-from deepgrpo.rewards.answer import Answer, own_words
+from deepgrpo.rewards import latex, normalise
+from deepgrpo.rewards.answer import MAX_STATED, Answer, own_words, worst
 from deepgrpo.types import Grade
 
 LEAK = r"<\s*/?\s*answer\b|\banswer\b[\s*_]{0,4}[:\uff1a]|\banswer\s+is\b"  # of a prefix that states an answer, or begins to
@@ -35,68 +37,58 @@ _WRAPPERS = " \t\r\n*_`\"'\u201c\u201d\u2018\u2019"
 
 
 def grade(answer: Answer) -> Grade:
-    """1 if the final answer of the response says the same as the key, else 0; no verdict where the row has no usable key."""
-    found, keys = stated(own_words(answer.response)), _keys(answer)
+    """Returns 1 if the final answer says the same as the key, else 0; no verdict where the row has no usable key."""
+    found, keys = stated(own_words(answer.response)), normalise.usable_keys(answer.ground_truth)
+    if len(keys) > 1 and answer.data_source in LISTS:
+        keys = ["|".join(keys)]  # one key's items; elsewhere a list holds choices
     if not keys:
         return Grade(None, bool(found), "bad_key", (found or [""])[-1][:200])
-    return marks.worst(_verdict(answer, keys, one) for one in found[::-1])
+    return worst(_verdict(answer, keys, text) for text in found[::-1])
 
 
 def _verdict(answer: Answer, keys: list[str], found: str) -> Grade:
     if len(found) > normalise.MAX_CHARS:
         return Grade(0.0, True, "too_long", found[:200])
-    rules = RULES.get(answer.data_source, PLAIN)
-    right = any(normalise.same(key, found, rules, _asked(answer.question)) for key in keys)
+    rules, prompt = RULES.get(answer.data_source, PLAIN), answer.question
+    # The question proper stands behind table and texts; what these say about scale ("in millions") counts too.
+    asked = " ".join([prompt.rpartition("Question:")[2], *_IN_SCALE.findall(prompt)[:20]])
+    right = any(normalise.same(key, found, rules, asked) for key in keys)
     if not right and answer.data_source in LISTS:
         right = any(normalise.same_list(key, found, rules) for key in keys)
     return Grade(float(right), True, "right" if right else "wrong", found[:200])
 
 
-def _asked(prompt: str) -> str:
-    """The question proper, behind table and texts, and what these say about scale ("in millions")."""
-    return " ".join([prompt.rpartition("Question:")[2], *_IN_SCALE.findall(prompt)[:20]])
-
-
-def _keys(answer: Answer) -> list[str]:
-    """The accepted answers of a row, without empty ones. A list holds choices, or one key's items where the source has such."""
-    key = answer.ground_truth if isinstance(answer.ground_truth, list | tuple) else [answer.ground_truth]
-    texts = [text for one in key if one is not None and (text := str(one).strip())]
-    return ["|".join(texts)] if len(texts) > 1 and answer.data_source in LISTS else texts
-
-
 def stated(text: str) -> list[str]:
-    """The final answers that a response gives, without what they are wrapped in; none if the last one is empty."""
-    found = [_inside(pair) for pair in pairs(text)] or [(_after_mark(text) or "").lstrip(_WRAPPERS).split("\n", 1)[0]]
+    """Returns the final answers of a response, without what they are wrapped in; none if the last one is empty."""
+    found = [_inside(pair) for pair in pairs(text)] or [_after_mark(text).lstrip(_WRAPPERS).split("\n", 1)[0]]
     found = [unwrapped(one) for one in found]
     return list(filter(None, found)) if found[-1] else []
 
 
-def _inside(pair: str) -> str:
-    pair = pair[pair.lower().rfind("</analyze>") + len("</analyze>") :] if "</analyze>" in pair.lower() else pair
-    marked = _after_mark(pair)
-    return _END.split(marked if marked and marked.strip() else pair.strip(), maxsplit=1)[0]
-
-
 def pairs(text: str) -> list[str]:
-    """Contents of the last `<answer>` pairs, in any case; of nested ones the inner one."""
+    """Returns the contents of the last `<answer>` pairs, in any case; of nested ones the inner one."""
     opened, found = None, []
     for tag in _TAG.finditer(text):
         if tag[1] and opened is not None:
             found.append(text[opened : tag.start()])
         opened = None if tag[1] else tag.end()
-    return found[-marks.MAX_STATED :]
+    return found[-MAX_STATED:]
 
 
-def _after_mark(text: str) -> str | None:
-    """What follows the last `Answer:`; None without one."""
-    end = None
-    for mark in _MARK.finditer(text):
-        end = mark.end()
-    return None if end is None else text[end:]
+def _inside(pair: str) -> str:
+    pair = pair[pair.lower().rfind("</analyze>") + len("</analyze>") :] if "</analyze>" in pair.lower() else pair
+    marked = _after_mark(pair)
+    return _END.split(marked if marked.strip() else pair.strip(), maxsplit=1)[0]
+
+
+def _after_mark(text: str) -> str:
+    """Returns what follows the last `Answer:`."""
+    marks = list(_MARK.finditer(text))
+    return text[marks[-1].end() :] if marks else ""
 
 
 def unwrapped(text: str) -> str:
-    """`text` without emphasis, quotes, a box, an introducing "the answer is" and a final period."""
+    """Returns `text` without emphasis, quotes, a box, an introducing "the answer is" and a final period."""
     text = text.strip(_WRAPPERS)
     if "\\boxed" in text and (boxes := latex.last_boxes(text)):
         text = boxes[-1]
@@ -106,3 +98,64 @@ def unwrapped(text: str) -> str:
             text = text[1:-1]
         text = text[match.end() :] if (match := _SENTENCE.match(text)) else text
     return text.replace("**", "").replace("\\%", "%").replace("\\$", "$")
+
+
+#### DABench
+
+_FIELD = re.compile(r"@(\w+)\[")
+_LIST = re.compile(r"\[([^\[\]()]*)\]|\(([^\[\]()]*)\)")
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+
+
+def grade_named(answer: Answer) -> Grade:
+    """Returns 1 if every named value of the key is stated and right; no verdict where the row has no usable key."""
+    found, key = pairs(own_words(answer.response)), answer.ground_truth
+    if not (key and isinstance(key, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in key)):
+        return Grade(None, bool(found), "bad_key", (found or [""])[-1][:200])
+    return worst(_named_verdict(dict(key), pair) for pair in found[::-1])
+
+
+def _named_verdict(key: dict[str, Any], found: str) -> Grade:
+    values = fields(found)
+    if not key.keys() <= values.keys():
+        return Grade(0.0, False, "partial" if values else "unformatted", found.strip()[:200])
+    right = all(same_value(str(value), values[name]) for name, value in key.items())
+    return Grade(float(right), True, "right" if right else "wrong", found.strip()[:200])
+
+
+def fields(text: str) -> dict[str, str]:
+    """Returns the values that `text` names. Brackets nest; where they do not pair, a value ends at the first bracket."""
+    starts = list(_FIELD.finditer(text))
+    ends = [*(match.start() for match in starts[1:]), len(text)]
+    found = {}
+    for match, end in zip(starts, ends, strict=False):
+        inside, depth = text[match.end() : end], 1
+        first = close = inside.find("]")
+        for bracket in re.finditer(r"[\[\]]", inside):
+            depth += 1 if bracket.group() == "[" else -1
+            if depth == 0:
+                close = bracket.start()
+                break
+        if first >= 0:
+            found[match[1]] = inside[:close]
+    return found
+
+
+def same_value(key: str, found: str) -> bool:
+    """Returns whether two values are equal: as text without case and quotes, as flat lists item by item, or as numbers."""
+    if len(found) > normalise.MAX_CHARS:
+        return False
+    key, found = (text.strip().strip('"').strip("'").strip().casefold() for text in (key, found))
+    lists = [_LIST.fullmatch(text) for text in (key, found)]
+    if all(lists):
+        left, right = ((match[1] or match[2] or "").split(",") for match in lists)
+        return len(left) == len(right) and all(map(same_value, left, right))
+    left, right = _number(key), _number(found)
+    return key == found or (left is not None and right is not None and (left == right or abs(left - right) <= 1e-6))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return None if "_" in text else float(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text)
+    except ValueError:
+        return None

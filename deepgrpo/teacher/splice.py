@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from deepgrpo.rewards import marks
+from deepgrpo.rewards.answer import unit_at
 from deepgrpo.types import Ids, as_ids
 
 BROKEN = "\ufffd"  # what bytes that are no UTF-8 decode to
@@ -188,7 +188,7 @@ def without_repetition(text: str, given: str, student: str) -> str:
 def whole(text: str, place: int) -> int:
     """The largest place up to `place` inside no character, number, mark or LaTeX argument of a text; words may be cut."""
     while 0 < place < len(text):
-        unit = marks.unit_at(text, place)
+        unit = unit_at(text, place)
         if command := _ARGUMENT.search(text, max(0, place - _FAR), place):
             place = command.start()
         elif unit is not None and not unit[1].isalpha():

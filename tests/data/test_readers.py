@@ -7,8 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from deepgrpo.data import readers
+from deepgrpo.rewards.answer import ALIASES, canonical
 from deepgrpo.rewards.grade import GRADERS, Answer, check_sources, grade
-from deepgrpo.rewards.sources import ALIASES, canonical
 
 ROWS = [{"question": "2+3?", "answer": "It is 5.\n#### 5"}, {"question": "900+100?", "answer": "#### 1,000"}]
 

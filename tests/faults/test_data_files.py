@@ -147,7 +147,7 @@ def test_every_damaged_file_is_in_one_list_that_names_row_and_column(told, tmp_p
         end = next(i for i in range(start, len(entries)) if entries[i].startswith("   -> "))
         assert said in "\n".join(entries[start:end]), (spec, entries[start : end + 1])
     assert "git lfs pull" in text and f"iconv -f UTF-16 -t UTF-8 {tmp_path}/utf16.jsonl" in text
-    assert "--config.rewards.graders='hiyouga/geometry3k=deepgrpo.rewards.deepscaler:grade'" in text
+    assert "--config.rewards.graders='hiyouga/geometry3k=deepgrpo.rewards.math:grade_declared'" in text
 
 
 GOOD = [

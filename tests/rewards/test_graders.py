@@ -5,7 +5,7 @@ import pytest
 from deepgrpo.rewards import grade as graders
 from deepgrpo.rewards import gsm8k, latex, math
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.arithmetic import solution
+from deepgrpo.rewards.steps import sum_solution as solution
 
 
 def graded(source, response, key, question="", prefix="", finish="stop"):
@@ -124,19 +124,7 @@ def test_every_source_has_its_grader_and_its_leaks():
     for source, grader in graders.GRADERS.items():
         assert not graders.leaks_answer(source, "First we add three and four, ")
         if not grader.external:
-            assert callable(graders.resolve(grader.path)) and graders.resolve(grader.compatible or grader.path)
-
-
-def test_sum_is_checked_line_by_line():
-    question, right = "4 + 5 + 3 = ?", solution([4, 5, 3])
-    assert right == "4 + 5 = 9\n9 + 3 = 12\n#### 12"
-    full = graded("arithmetic", right + "<|im_end|>", "12", question)
-    assert full.reward == 1 and full.right_prefix == len(right)
-    assert graded("arithmetic", right[10:], "12", question, prefix=right[:10]).reward == 1
-    wrong = graded("arithmetic", "4 + 5 = 8\n8 + 3 = 11\n#### 11", "12", question)
-    assert wrong.reward == 0 and wrong.reason == "wrong" and wrong.right_prefix == len("4 + 5 =")
-    assert graded("arithmetic", "#### 12", "12", question).reward == 0
-    assert graded("arithmetic", right + "\n#### 12", "12", question).reward == 0
+            assert callable(graders.resolve(grader.path))
 
 
 @pytest.mark.parametrize(
@@ -153,12 +141,6 @@ def test_only_the_response_earns_and_only_if_it_ended(source, right, key, questi
     cut = graded(source, right, key, question, finish="length")
     assert cut.reward == 0 and cut.reason == "truncated" and not cut.completed
     assert graders.leaks_answer(source, f"so far {right} and") and not graders.leaks_answer(source, "1 + 2 = 3\n")
-
-
-def test_a_step_checking_grade_says_how_far_it_was_right():
-    for source in graders.STEP_CHECKING:
-        question = {"arithmetic": "1 + 2 + 3 = ?", "carry_chain": "57a6b9c8d7e9f6g8h7i9j6=?"}[source]
-        assert graded(source, "", "0", question).right_prefix == 0
 
 
 def test_unknown_sources_are_refused_by_name():

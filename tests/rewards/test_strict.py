@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from deepgrpo.rewards import strict, strict_stages
+from deepgrpo.rewards import strict
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.grade import Rubric
 from deepgrpo.rewards.service import GradingService
@@ -41,14 +41,14 @@ INSTRUCTIONS = {
     ],
 )
 def test_stages(answer, key, text, algebra):
-    assert strict_stages.same_text(answer, key) == text
-    assert strict_stages.same_algebra(answer, key) == algebra
+    assert strict.same_text(answer, key) == text
+    assert strict.same_algebra(answer, key) == algebra
 
 
 def test_the_third_stage_knows_lists_and_the_second_does_not():
     assert strict.equal("-2,1", "1,-2", strict.FULL) and not strict.equal("-2,1", "1,-2", strict.FAST)
     repetitive = "ab" * 100
-    assert not strict_stages.same_by_math_verify(repetitive, repetitive)
+    assert not strict.same_by_math_verify(repetitive, repetitive)
 
 
 @pytest.mark.parametrize(

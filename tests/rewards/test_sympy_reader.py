@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from deepgrpo.rewards import math, strict, strict_stages, sympy_reader
+from deepgrpo.rewards import math, strict, sympy_reader
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.grade import grade
 from deepgrpo.rewards.rubric import Rubric
@@ -30,14 +30,14 @@ def hostile(mark: str) -> list[str]:
 @pytest.mark.parametrize("mode", ["typed", "compat_fast", "compat_full"])
 def test_hostile_answers_and_keys_leave_no_trace(mode, tmp_path, capfd):
     mark = str(tmp_path / "m")
-    before = dict(os.environ), strict.equal, strict_stages.same_algebra
+    before = dict(os.environ), strict.equal, strict.same_algebra
     for text in hostile(mark):
         for source in ("MATH", "DeepScaleR"):
             answer = Answer(source, "q", "", f"\\boxed{{{text}}}", "stop", "\\frac{1}{2}")
             assert grade(answer, Rubric(grader=mode)).reward == 0, text
             assert grade(Answer(source, "q", "", "\\boxed{7}", "stop", text), Rubric(grader=mode)).reward in (0, None), text
     assert not os.path.exists(mark)
-    assert (dict(os.environ), strict.equal, strict_stages.same_algebra) == before
+    assert (dict(os.environ), strict.equal, strict.same_algebra) == before
     assert capfd.readouterr().out == ""
 
 

@@ -102,21 +102,10 @@ def test_bonuses_make_no_success_and_their_lack_no_failure(threshold):
     assert [rollout.grade for rollout in group.failures(threshold)] == [wrong, malformed]
 
 
-@pytest.mark.parametrize("mode", [search_qa.grade, search_qa.grade_strict_reference])
-def test_structure_is_no_success(mode):
+def test_structure_is_no_success():
     structured = "<think>t</think><answer>Rhine</answer>"
     grades = [
-        mode(
-            Answer(
-                "hotpotqa",
-                "?",
-                "",
-                response,
-                "stop",
-                ["Danube"],
-                prompt="<answer>a</answer><answer>b</answer><|im_start|>assistant",
-            )
-        )
+        search_qa.grade(Answer("hotpotqa", "?", "", response, "stop", ["Danube"]))
         for response in (structured, "<answer>Rhine</answer>", "x", structured.replace("Rhine", "Danube"))
     ]
     assert [grade.reward for grade in grades] == pytest.approx([0.2, 0.1, 0.0, 1.0])

@@ -5,7 +5,7 @@ import pytest
 
 from deepgrpo.data import carry_chain
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.carry_chain import grade
+from deepgrpo.rewards.steps import grade_carry_chain as grade
 from deepgrpo.teacher.annotate import ACCEPTED
 from deepgrpo.teacher.cut import PLACES, move
 from deepgrpo.teacher.oracle import misled

@@ -174,46 +174,23 @@ def get_config() -> ml_collections.ConfigDict:
     config.curriculum.max_events_per_parent = 8  # forest, flat: newest waiting failures kept a state; 0: no bound (the reference)
     config.curriculum.max_events = 8192  # forest, flat: waiting failures kept in all, oldest dropped first; 0: no bound
     config.curriculum.max_nodes_per_tree = 64  # forest: root included; further children are refused; 0: no bound (the reference)
-    config.curriculum.drop_retired_events = False  # forest: drop a retired state's waiting failures; False: as the reference
     config.curriculum.retire_after = 1  # forest: groups in a row that must succeed as a whole before a state retires
     config.curriculum.start_from = ""  # forest: a new run begins with that of this run, step or saved forest; "": with none
     config.curriculum.cut = (
         "teacher"  # where a new state ends: teacher (where they part) | own | random | solution (teacher/cut.py)
     )
     config.curriculum.suffix_sft = "off"  # forest, of teacher_loss=sft: off | epoch_local | post_step (curriculum/suffix_sft.py)
-    config.curriculum.suffix_sft_passes = 5  # epoch_local: over the states that an epoch brought
-    config.curriculum.suffix_sft_batches = 1  # post_step: most optimizer steps on suffixes after a training step
-    config.curriculum.max_per_prompt = 3  # flat: states of one key that a draw considers, the heaviest
-    config.curriculum.flat_cap_by = "state"  # flat: that key: state (equal states only, the reference) | prompt (the problem's)
-    config.curriculum.w_floor_hard = 0.2  # flat: weight of a state whose last group failed as a whole
-    config.curriculum.w_floor_mastered = 0.01  # flat: and of one whose last group succeeded as a whole
-    config.curriculum.flat_max_size = 10000  # flat: newest states kept; 0: no bound (the reference)
-    config.curriculum.chain_retries = 0  # chain: second chances when the teacher can use no failure; 0: abandoned (the reference)
-    config.curriculum.chain_restart_after = 0  # chain: steps until an ended chain's prompt may start anew; 0: never
-    config.curriculum.failed_pool_max_size = 10000  # newest failures that wait for the teacher, where it gets them at random
-    config.curriculum.failed_pool_max_age = 5  # steps after which such a failure is dropped
-    config.curriculum.annotated_pool_max_size = 10000  # newest corrected failures kept, where they are taken once
 
     config.branches = section()  # continuations from the middle of a response, a stream of their own (objective.branch_lambda)
     config.branches.segment_method = "tp"  # where a response may be branched, after each: sp sentence | tp tokens | fp equal part
     config.branches.tokens_per_node = 50  # tp: tokens of a segment
     config.branches.n_segments = 5  # fp: segments of a response
-    config.branches.snap_to_words = False  # tp: move a boundary back to the start of the word that it would cut
-    config.branches.only_on_low_quality = True  # branch only failed responses
     config.branches.choose_by = "utility"  # among the candidates: utility (P(success) times ratio^position_bias) | random
-    config.branches.prob_model = "logistic"  # of P(success) by position ratio: logistic (fitted to past branches) | uniform
     config.branches.position_bias = 2.0  # exponent of the position ratio: higher is deeper
-    config.branches.window_size = 10000  # newest branched positions that the logistic model is fitted to
-    config.branches.min_pivot_index = 0  # 1: never branch at the prompt itself; 0: as the reference
     config.branches.n_branch_points = 1  # positions chosen of a response
     config.branches.branches_per_point = 8  # branches_inline: continuations of each, in the same step
-    config.branches.first_branches = 0  # branches_inline: so many first, the others only if rewards differ; 0: all at once
     config.branches.sample_size_per_step = 32  # branches: buffered positions that a step continues
-    config.branches.buffer_max_size = 10000  # branches: newest positions kept
-    config.branches.buffer_max_age = 8  # branches: steps after which a position is dropped
-    config.branches.min_remaining_ratio = 0.1  # branches: of max_model_len, room that a position must leave
     config.branches.branches_per_entry = 4  # branches, suffixes: continuations of a position; 0: the teacher's alone (sft)
-    config.branches.sampling_strategy = "stratified"  # branches, suffixes: evenly over prompts and steps | uniform
     config.branches.batch_threshold = 128  # suffixes: corrected failures that are taken at once, as soon as there are so many
 
     config.teacher = section()

@@ -20,7 +20,7 @@ SUFFIXES = {
     **{"objective__teacher_loss": "luffy", "curriculum__failures": "all"},
 }
 ARMS = {
-    "inline": LINES | {"curriculum__pool": "branches_inline", "branches__branches_per_point": 4, "branches__first_branches": 2},
+    "inline": LINES | {"curriculum__pool": "branches_inline", "branches__branches_per_point": 4},
     "buffered": LINES | {"curriculum__pool": "branches", "branches__sample_size_per_step": 4, "branches__branches_per_entry": 2},
     "luffy": SUFFIXES,
     "sft": SUFFIXES

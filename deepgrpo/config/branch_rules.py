@@ -8,23 +8,15 @@ BRANCHING = (*TEACHERLESS, "suffixes")
 CHOICES = {
     "branches.segment_method": ("sp", "tp", "fp"),
     "branches.choose_by": ("utility", "random"),
-    "branches.prob_model": ("logistic", "uniform"),
-    "branches.sampling_strategy": ("stratified", "uniform"),
 }
 
 RANGES = {
     "branches.tokens_per_node": "[1, inf)",
     "branches.n_segments": "[1, inf)",
     "branches.position_bias": "(-inf, inf)",
-    "branches.window_size": "[1, inf)",
-    "branches.min_pivot_index": "[0, inf)",
     "branches.n_branch_points": "[1, inf)",
     "branches.branches_per_point": "[2, inf)",
-    "branches.first_branches": "[0, inf)",
     "branches.sample_size_per_step": "[1, inf)",
-    "branches.buffer_max_size": "[1, inf)",
-    "branches.buffer_max_age": "[0, inf)",
-    "branches.min_remaining_ratio": "[0, 1)",
     "branches.branches_per_entry": "[0, inf)",
     "branches.batch_threshold": "[1, inf)",
 }
@@ -62,16 +54,6 @@ def pivot_rules(config: config_dict.ConfigDict) -> list[Rule]:
             "curriculum.pool=suffixes",
         ),
         (
-            ("branches.snap_to_words", "branches.segment_method"),
-            not keys.snap_to_words or keys.segment_method == "tp",
-            "only windows of tokens are moved to words; set branches.segment_method=tp or branches.snap_to_words=False",
-        ),
-        (
-            ("branches.first_branches", "branches.branches_per_point"),
-            not inline or keys.first_branches == 0 or 2 <= keys.first_branches < keys.branches_per_point,
-            "the first of two rounds needs at least 2 branches and fewer than all of them; 0 makes all at once",
-        ),
-        (
             ("branches.branches_per_entry",),
             inline or keys.branches_per_entry >= 2,
             "a group of one has no advantage; expected at least 2",
@@ -92,11 +74,6 @@ def suffix_rules(config: config_dict.ConfigDict) -> list[Rule]:
             ("curriculum.pool", "curriculum.teacher_rows"),
             curriculum.teacher_rows,
             "the teacher's suffixes are what this pool is for; set curriculum.teacher_rows=True, or use curriculum.pool=branches",
-        ),
-        (
-            ("branches.batch_threshold", "curriculum.annotated_pool_max_size"),
-            keys.batch_threshold <= curriculum.annotated_pool_max_size,
-            "the pool could never hold a batch; lower the threshold or raise the size",
         ),
         (
             ("objective.whiten", "objective.teacher_loss"),

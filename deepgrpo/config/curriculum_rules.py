@@ -12,7 +12,6 @@ CHOICES = {
     "curriculum.pool": ("none", "forest", "chain", "flat", "branches_inline", "branches", "suffixes"),
     "curriculum.injection_mode": ("add", "replace"),
     "curriculum.failures": ("all", "longest_prefix"),
-    "curriculum.flat_cap_by": ("state", "prompt"),
     "curriculum.cut": ("teacher", "own", "random", "solution"),
     "curriculum.suffix_sft": ("off", "epoch_local", "post_step"),
 }
@@ -25,17 +24,6 @@ RANGES = {
     "curriculum.max_events": "[0, inf)",
     "curriculum.max_nodes_per_tree": "[0, inf)",
     "curriculum.retire_after": "[1, inf)",
-    "curriculum.suffix_sft_passes": "[1, inf)",
-    "curriculum.suffix_sft_batches": "[1, inf)",
-    "curriculum.max_per_prompt": "[1, inf)",
-    "curriculum.w_floor_hard": "[0, inf)",
-    "curriculum.w_floor_mastered": "[0, inf)",
-    "curriculum.flat_max_size": "[0, inf)",
-    "curriculum.chain_retries": "[0, inf)",
-    "curriculum.chain_restart_after": "[0, inf)",
-    "curriculum.failed_pool_max_size": "[1, inf)",
-    "curriculum.failed_pool_max_age": "[0, inf)",
-    "curriculum.annotated_pool_max_size": "[1, inf)",
 }
 
 Rule = tuple[tuple[str, ...], bool, str]

@@ -36,8 +36,6 @@ KEYS = {
     "SAVE_FREQ": "checkpoint.every",
     "SNIS_BETA": "objective.snis_beta",
     "SUFFIX_SFT_ENABLED": "curriculum.suffix_sft",
-    "SUFFIX_SFT_EPOCH_PASSES": "curriculum.suffix_sft_passes",
-    "SUFFIX_SFT_MAX_BATCHES_PER_STEP": "curriculum.suffix_sft_batches",
     "SUFFIX_SFT_SCHEDULE": "curriculum.suffix_sft",
     "TEACHER_ALLOW_PARTIAL_BATCH": "optim.teacher.allow_partial",
     "TEACHER_ENABLE_THINKING": "teacher.enable_thinking",

@@ -26,6 +26,7 @@ from deepgrpo.types import Group, Prompt, as_ids
 
 INLINE, BUFFERED, VERSION = "branches_inline", "branches", 1
 STREAM = "branch"
+MAX_AGE = 8  # steps after which a buffered place to branch is dropped
 
 
 def is_branch(group: Group) -> bool:
@@ -217,31 +218,22 @@ def create_finder(config: ml_collections.ConfigDict) -> Finder:
         config.seed,
         config.rewards.threshold,
         config.rollout.max_model_len,
-        only_on_low_quality=keys.only_on_low_quality,
         n_branch_points=keys.n_branch_points,
-        min_pivot_index=keys.min_pivot_index,
     )
 
 
 def create_inline(config: ml_collections.ConfigDict) -> InlineBranches:
     """Builds the curriculum from the whole configuration."""
-    keys = config.branches
-    return InlineBranches(create_finder(config), branches_per_point=keys.branches_per_point, first_branches=keys.first_branches)
+    return InlineBranches(create_finder(config), branches_per_point=config.branches.branches_per_point)
 
 
 def create_buffered(config: ml_collections.ConfigDict) -> BufferedBranches:
     """Builds the curriculum from the whole configuration."""
     keys = config.branches
-    buffer = BranchBuffer(
-        max_model_len=config.rollout.max_model_len,
-        max_size=keys.buffer_max_size,
-        max_age=keys.buffer_max_age,
-        min_remaining_ratio=keys.min_remaining_ratio,
-    )
+    buffer = BranchBuffer(max_model_len=config.rollout.max_model_len, max_age=MAX_AGE)
     return BufferedBranches(
         create_finder(config),
         buffer,
         sample_size=keys.sample_size_per_step,
         branches_per_entry=keys.branches_per_entry,
-        strategy=keys.sampling_strategy,
     )

@@ -123,11 +123,7 @@ class ChainCurriculum(Curriculum):
 def create(config: ml_collections.ConfigDict) -> ChainCurriculum:
     """Builds the curriculum from the whole configuration."""
     curriculum = config.curriculum
-    pool = ChainPool(
-        max_state_len=config.rollout.max_model_len - curriculum.min_remaining_tokens,
-        max_retries=curriculum.chain_retries,
-        restart_after=curriculum.chain_restart_after,
-    )
+    pool = ChainPool(max_state_len=config.rollout.max_model_len - curriculum.min_remaining_tokens)
     return ChainCurriculum(
         pool,
         seed=config.seed,

@@ -28,6 +28,7 @@ from deepgrpo.learner.minibatch import injection_count
 from deepgrpo.types import Group, as_ids
 
 POOL, VERSION = "flat", 1
+MAX_SIZE = 10000  # newest states kept
 
 
 class FlatCurriculum(Curriculum):
@@ -147,13 +148,7 @@ def create(config: ml_collections.ConfigDict) -> FlatCurriculum:
     """Builds the curriculum from the whole configuration."""
     curriculum = config.curriculum
     return FlatCurriculum(
-        FlatPool(
-            max_per_prompt=curriculum.max_per_prompt,
-            w_floor_hard=curriculum.w_floor_hard,
-            w_floor_mastered=curriculum.w_floor_mastered,
-            cap_by=curriculum.flat_cap_by,
-            max_size=curriculum.flat_max_size,
-        ),
+        FlatPool(max_size=MAX_SIZE),
         FailedPool(
             priority=True,
             max_per_state=curriculum.max_events_per_parent,

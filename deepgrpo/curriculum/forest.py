@@ -202,7 +202,6 @@ def create(config: ml_collections.ConfigDict) -> ForestCurriculum:
         max_events_per_parent=config.curriculum.max_events_per_parent,
         max_events=config.curriculum.max_events,
         max_nodes_per_tree=config.curriculum.max_nodes_per_tree,
-        drop_retired_events=config.curriculum.drop_retired_events,
         retire_after=config.curriculum.retire_after,
         most_in_flight=0 if config.strict_reference else IN_FLIGHT,
     )

@@ -108,12 +108,9 @@ def word_starts(tokenizer: Tokenizer) -> np.ndarray:
 def create(config: ml_collections.ConfigDict) -> Partition:
     """From the whole configuration; loads the tokenizer only where the method needs it."""
     keys = config.branches
-    snaps = keys.segment_method == "tp" and keys.snap_to_words
-    tokenizer = load_tokenizer(config.model.path) if snaps or keys.segment_method == "sp" else None
     return Partition(
         keys.segment_method,
         keys.tokens_per_node,
         keys.n_segments,
-        stop_ids=(full_stop_id(tokenizer),) if keys.segment_method == "sp" else (),
-        word_starts=word_starts(tokenizer) if snaps else None,
+        stop_ids=(full_stop_id(load_tokenizer(config.model.path)),) if keys.segment_method == "sp" else (),
     )

@@ -176,4 +176,4 @@ class PivotModel:
 def create(config: ml_collections.ConfigDict) -> PivotModel:
     """From the whole configuration."""
     keys = config.branches
-    return PivotModel(keys.choose_by, keys.prob_model, position_bias=keys.position_bias, window_size=keys.window_size)
+    return PivotModel(keys.choose_by, position_bias=keys.position_bias)

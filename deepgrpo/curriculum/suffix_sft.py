@@ -202,14 +202,12 @@ def create(config: ml_collections.ConfigDict, curriculum: Curriculum, update: Up
 
     update: `Learner.update_teacher`.
     """
-    keys, teacher, schedule = config.curriculum, config.optim.teacher, config.curriculum.suffix_sft
+    teacher, schedule = config.optim.teacher, config.curriculum.suffix_sft
     return SuffixSft(
         None if schedule == "off" else curriculum.pool,
         update,
         schedule=schedule,
         batch=teacher.mini_batch_rows,
-        passes=keys.suffix_sft_passes,
-        max_batches=keys.suffix_sft_batches,
         allow_partial=teacher.allow_partial,
         apart=config.objective.teacher_update == "post_ppo",
         stop_ids=stop_ids,

@@ -151,14 +151,13 @@ class SuffixCurriculum(Curriculum):
 
 def create(config: ml_collections.ConfigDict) -> SuffixCurriculum:
     """Builds the curriculum from the whole configuration."""
-    keys, curriculum = config.branches, config.curriculum
+    keys = config.branches
     return SuffixCurriculum(
-        FailedPool(max_size=curriculum.failed_pool_max_size, max_age=curriculum.failed_pool_max_age),
-        AnnotatedPool(curriculum.annotated_pool_max_size),
+        FailedPool(),
+        AnnotatedPool(),
         seed=config.seed,
         threshold=config.rewards.threshold,
         failures=wanted_failures(config),
         batch_threshold=keys.batch_threshold,
         branches_per_entry=keys.branches_per_entry,
-        strategy=keys.sampling_strategy,
     )

@@ -10,11 +10,11 @@ STALE_MISMATCH = 0.2  # of rollouts by an older policy, which differ by what it 
 DROPS = {  # counters of what a bound has dropped, and the key that raises it
     "teacher/events_dropped_capacity": "failures: curriculum.max_events_per_parent, max_events, max_nodes_per_tree",
     "forest/nodes_refused": "states: curriculum.max_nodes_per_tree",
-    "failed_pool/dropped_capacity": "failures: curriculum.failed_pool_max_size; pool flat: max_events_per_parent, max_events",
-    "failed_pool/dropped_age": "failures: curriculum.failed_pool_max_age",
-    "synthetic_pool/dropped_capacity": "states: curriculum.flat_max_size",
-    "teacher_pool/dropped_capacity": "corrected failures: curriculum.annotated_pool_max_size",
-    "buffer/dropped_capacity": "places to branch: branches.buffer_max_size",
+    "failed_pool/dropped_capacity": "failures: curriculum.max_events_per_parent, max_events; suffixes: MAX_SIZE",
+    "failed_pool/dropped_age": "failures: curriculum/failed_pool.py MAX_AGE",
+    "synthetic_pool/dropped_capacity": "states: flat.FlatPool.max_size",
+    "teacher_pool/dropped_capacity": "corrected failures: suffixes.MAX_SIZE",
+    "buffer/dropped_capacity": "places to branch: branches.MAX_SIZE",
 }
 
 log = logging.getLogger(__name__)

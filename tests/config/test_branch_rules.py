@@ -14,7 +14,7 @@ SFT = (*SUFFIXES, "--config.objective.teacher_loss=sft")
     "variant",
     [
         INLINE,
-        (*INLINE, "--config.branches.first_branches=4", "--config.branches.snap_to_words=true", *SEPARATE),
+        (*INLINE, *SEPARATE),
         (*BUFFERED, "--config.curriculum.injection_ratio=0.001"),  # which only the other pools look at
         (*SUFFIXES, "--config.objective.teacher_loss=luffy", "--config.objective.advantage=rloo"),
         (*SFT, "--config.branches.branches_per_entry=0", "--config.objective.teacher_update=post_ppo"),
@@ -31,16 +31,10 @@ def test_variants_are_possible(variant):
         ([*INLINE, "--config.curriculum.injection_mode=replace"], ["injection_mode = 'replace'", "injection_mode=add"]),
         ([*INLINE, *SEPARATE, "--config.objective.teacher_loss=luffy"], ["teacher_loss", "the student's own"]),
         ([*INLINE, "--config.branches.branches_per_point=1"], ["branches.branches_per_point = 1", "[2, inf)"]),
-        ([*INLINE, "--config.branches.first_branches=8"], ["branches.first_branches = 8", "fewer than all"]),
         ([*INLINE, "--config.branches.segment_method=sentence"], ["branches.segment_method", "sp, tp, fp"]),
-        (
-            [*INLINE, "--config.branches.segment_method=sp", "--config.branches.snap_to_words=true"],
-            ["branches.snap_to_words = True", "segment_method=tp"],
-        ),
         ([*BUFFERED, "--config.branches.branches_per_entry=1"], ["branches.branches_per_entry = 1", "at least 2"]),
         ([*SUFFIXES, "--config.branches.branches_per_entry=0"], ["branches_per_entry = 0", "only objective.teacher_loss=sft"]),
         ([*SUFFIXES, "--config.curriculum.teacher_rows=false"], ["teacher_rows = False", "teacher_rows=True"]),
-        ([*SUFFIXES, "--config.curriculum.annotated_pool_max_size=64"], ["batch_threshold = 128", "never hold a batch"]),
         ([*SUFFIXES, "--config.objective.whiten=true"], ["objective.whiten = True", "not whitened"]),
     ],
 )
@@ -50,4 +44,4 @@ def test_impossible_combinations(overrides, parts):
 
 
 def test_only_the_pool_that_is_used_is_judged():
-    parse("--config.branches.branches_per_entry=0", "--config.branches.first_branches=9")
+    parse("--config.branches.branches_per_entry=0")

@@ -44,7 +44,7 @@ RELEASED = {
     "objective.teacher_coef": 1.0, "objective.whiten": False, "objective.zero_gradient_rows": "drop", "seed": 0,
     "objective.overlong": "none", "objective.aggregation": "token_mean", "objective.ratio": "token",
     "objective.entropy_coef": 0.0, "objective.tis_cap": 0.0,
-    "curriculum.suffix_sft_passes": 5, "curriculum.suffix_sft_batches": 1, "curriculum.injection_mode": "add",
+    "curriculum.injection_mode": "add",
     "curriculum.min_remaining_tokens": 32, "curriculum.retire_after": 1, "curriculum.cut": "teacher",
     "optim.teacher.lr": 1e-6, "optim.teacher.mini_batch_rows": 64, "optim.teacher.allow_partial": False,
 }  # fmt: skip

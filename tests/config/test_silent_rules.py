@@ -37,8 +37,6 @@ def test_experiments_have_none():
         ("objective.overlong_buffer=9", "objective.overlong=soft"),
         ("objective.kl_type=mse", "objective.kl_coef above 0"),
         ("optim.teacher.b1=0.5", "objective.teacher_update=post_ppo"),
-        ("curriculum.chain_retries=2", "curriculum.pool=chain"),
-        ("curriculum.flat_max_size=2", "curriculum.pool=flat"),
         ("branches.n_segments=2", "curriculum.pool=branches_inline, branches or suffixes"),
         ("teacher.model=m", "a teacher.base_url of an endpoint"),
     ],

@@ -33,8 +33,7 @@ class Run:
     def open(self):
         config = importlib.import_module("configs.common").get_config()
         config.model.path, config.curriculum.pool, config.curriculum.max_events = "", self.pool, 20
-        config.curriculum.max_events_per_parent, config.curriculum.failed_pool_max_size = 3, 20
-        config.curriculum.min_remaining_tokens, config.curriculum.chain_retries = 1, 100
+        config.curriculum.max_events_per_parent, config.curriculum.min_remaining_tokens = 3, 1
         config.curriculum.injection_ratio = 1.0
         made = CURRICULA[self.pool](config)
         resolve = made.resolve

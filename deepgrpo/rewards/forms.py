@@ -4,8 +4,9 @@
 """
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from deepgrpo.rewards.latex import COMPOUND, ROW, TEXT_CLOSE, TEXT_OPEN, Quantity, canonical, compound, quantity, unmarked
 
@@ -142,11 +143,15 @@ def readings(text: str) -> list[Form]:
         return [Value(Quantity(str(value), (unit,))) for unit, value in values.items()]
     if choice := _CHOICE.match(plain):
         return [Words((choice[1] or choice[2]).lower()), *readings(_from(text, choice.end()))]
-    grouped = _THOUSANDS.sub(lambda m: m.group() if _inside(text, m.start()) else m.group().replace(",", ""), text)
+    grouped = _THOUSANDS.sub(lambda m: m.group() if _in_brackets(text[: m.start()]) else m.group().replace(",", ""), text)
     forms = [parse(grouped)]
     if grouped != text and isinstance(other := parse(text), Items):
         forms.append(other)
     return forms
+
+
+def _in_brackets(before: str) -> bool:
+    return any(before.count(opening) > before.count(closing) for opening, closing in (("(", ")"), ("[", "]"), ("\\{", "\\}")))
 
 
 def parse(text: str, nesting: int = 0) -> Form:
@@ -198,9 +203,9 @@ def _single(text: str, nesting: int) -> Form:
     if (found := _MATRIX.match(text)) and (matrix := _matrix(found)):
         return matrix
     if inside := _enclosed(text, "\\{", "\\}"):
-        return _set(inside[0], nesting)
+        return _set(inside[1], nesting)
     label = re.match(r"(?:[ABD-Z]|[a-z](?=[(\[][^()\[\]]*,[^()\[\]]*[\])]$))\s*(?=[(\[])", text)  # a point's name; a stray letter
-    if brackets := _bracketed(text[label.end() :] if label else text):
+    if brackets := _enclosed(text[label.end() :] if label else text, "( [", ") ]"):
         opening, inner, closing = brackets
         pieces, commas = split(inner, lambda token: token in ",;")
         if commas:
@@ -289,40 +294,23 @@ def _trimmed(text: str) -> str:
         text = text[1:-1] if len(text) > 1 and text[0] == text[-1] == "'" else text
         text = re.sub(r"(?<!\\)\\$", "", text)
         if "\\over" not in text and "\\choose" not in text and (inside := _enclosed(text, "{", "}")):
-            text = inside[0]
+            text = inside[1]
         if text == before:
             return text
 
 
-def _inside(text: str, index: int) -> bool:
-    """Whether `index` lies within round, square or escaped curly brackets."""
-    before = text[:index]
-    return any(before.count(o) > before.count(c) for o, c in (("(", ")"), ("[", "]"), ("\\{", "\\}")))
+def _enclosed(text: str, opening: str, closing: str) -> tuple[str, str, str] | None:
+    """Returns (opening, inside, closing) if one pair of such brackets, possibly unlike, encloses all of `text`.
 
-
-def _enclosed(text: str, opening: str, closing: str) -> tuple[str] | None:
-    """The inside of `text` if its first bracket closes at its very end."""
-    if not (text.startswith(opening) and text.endswith(closing)):
+    opening, closing: tokens, separated by spaces.
+    """
+    opening, closing, tokens, depth = opening.split(), closing.split(), _TOKEN.findall(text), 0
+    if len(tokens) < 2 or tokens[0] not in opening or tokens[-1] not in closing:
         return None
-    depth = 0
-    end = 0
-    for token in _TOKEN.findall(text):
-        end += len(token)
-        depth += (token == opening) - (token == closing)
+    for index, token in enumerate(tokens):
+        depth += (token in opening) - (token in closing)
         if depth == 0:
-            return (text[len(opening) : -len(closing)],) if end == len(text) else None
-    return None
-
-
-def _bracketed(text: str) -> tuple[str, str, str] | None:
-    """(opening, inside, closing) if one pair of round or square brackets, possibly unlike, encloses all of `text`."""
-    if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
-        return None
-    depth = 0
-    for index, char in enumerate(text):
-        depth += (char in "([") - (char in ")]")
-        if depth == 0:
-            return (text[0], text[1:-1], text[-1]) if index == len(text) - 1 else None
+            return (tokens[0], "".join(tokens[1:-1]), token) if index == len(tokens) - 1 else None
     return None
 
 
@@ -337,27 +325,13 @@ def _items(parts: list[Form], braces: bool) -> Form:
 
 
 def _signs(text: str) -> list[str]:
-    """`text` with every choice of its plus-minus signs; \\pm and \\mp are opposite, several \\pm are independent."""
-    tokens = re.split(r"(\\(?:pm|mp)(?![A-Za-z]))", text)
-    count = sum(token == "\\pm" for token in tokens)
-    tied = "\\mp" in tokens or count > 3
-    choices = [(s,) * len(tokens) for s in (1, -1)] if tied else _product(count)
-    branches = []
-    for signs in choices:
-        pending = iter(signs)
-        branch = (
-            token if token not in ("\\pm", "\\mp") else "+" if next(pending) * (1 if token == "\\pm" else -1) > 0 else "-"
-            for token in tokens
-        )
-        branches.append("".join(branch))
-    return branches
-
-
-def _product(count: int) -> list[tuple[int, ...]]:
-    signs: list[tuple[int, ...]] = [()]
-    for _ in range(count):
-        signs = [(*s, sign) for s in signs for sign in (1, -1)]
-    return signs
+    """Returns `text` with every choice of its plus-minus signs; \\pm and \\mp are opposite, several \\pm are independent."""
+    pieces = re.split(r"\\(pm|mp)(?![A-Za-z])", text)
+    signs = pieces[1::2]
+    choices: Iterable[Sequence[str]] = itertools.product("+-", repeat=len(signs))
+    if "mp" in signs or len(signs) > 3:
+        choices = (["+" if sign == plus else "-" for sign in signs] for plus in ("pm", "mp"))
+    return ["".join(itertools.chain(*zip(pieces[::2], [*choice, ""], strict=True))) for choice in choices]
 
 
 def _relation(sides: list[str], operators: list[str], nesting: int) -> Form:

@@ -84,53 +84,37 @@ def _content(text: str, start: int) -> tuple[str, int] | None:
 
 #### One spelling
 
-_UNICODE = {
-    **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d", "-"),
-    **dict.fromkeys("\u201c\u201d\u2018\u2019`", '"'),
-    **{"\u00d7": "\\times ", "\u22c5": "\\cdot ", "\u00b7": "\\cdot ", "\u2219": "\\cdot ", "\u00f7": "/", "\u2044": "/"},
-    **{"\u2215": "/", "\u221a": "\\sqrt ", "\u221e": "\\infty ", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne "},
-    **{"\u2a7d": "\\le ", "\u2a7e": "\\ge ", "\u00b0": "\\degree ", "\u222a": "\\cup ", "\u2229": "\\cap ", "\u2208": "\\in "},
-    **{"\u2216": "\\setminus ", "\u00b1": "\\pm ", "\u2213": "\\mp ", "\u2032": "'", "\u2033": "''", "\u2248": "\\approx "},
-    **{"\u2205": "\\emptyset ", "\u211d": "\\mathbb{R}", "\u2124": "\\mathbb{Z}", "\u230a": "\\lfloor ", "\u230b": "\\rfloor "},
-    **{
-        "\u00ba": "\\degree ",
-        "\u02da": "\\degree ",
-        "\u221b": "\\sqrt[3]",
-        "\u00a2": "\\text{ cents}",
-        "\u00c5": "\\text{ Angstrom}",
-    },
-    **{"\u2227": "\\land ", "\u2228": "\\lor ", "\u21d2": "\\implies ", "\u2234": "\\implies "},
-    **{"\u03d5": "\\phi ", "\u2019": "'", "\u2192": "\\to ", "\u2220": "\\angle ", "\u00bc": "\\frac{1}{4}"},
-}
+
+def _table(text: str) -> dict[str, str]:
+    """Reads entries "new: old old;" as `new` by each `old`; a command gets the space that ends its name."""
+    entries = (entry.strip().partition(": ") for entry in text.split(";"))
+    return {old: new + " " * (new[:1] == "\\" and new[1:].isalpha()) for new, _, olds in entries for old in olds.split()}
+
+
+_UNICODE = _table(
+    r"""\times: ×; \cdot: ⋅ · ∙; /: ÷ ⁄ ∕; \sqrt: √; \sqrt[3]: ∛; \infty: ∞; \le: ≤ ⩽; \ge: ≥ ⩾; \ne: ≠; \approx: ≈; \pm: ±;
+    \mp: ∓; \cup: ∪; \cap: ∩; \in: ∈; \setminus: ∖; \emptyset: ∅; \mathbb{R}: ℝ; \mathbb{Z}: ℤ; \lfloor: ⌊; \rfloor: ⌋; \land: ∧;
+    \lor: ∨; \implies: ⇒ ∴; \to: →; \angle: ∠; \phi: ϕ; \degree: ° º ˚; \text{ cents}: ¢; \text{ Angstrom}: Å; ': ′ ’; '': ″;
+    ": “ ” ‘ `"""
+) | dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d", "-")
 _SUPERSCRIPTS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207f", "0123456789+-n")
 _SUPERSCRIPT_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u207f]+")
 _SUBSCRIPT_RUN = re.compile("[\u2080-\u2089]+")
 
-_RENAMED = {
-    **dict.fromkeys("dfrac tfrac cfrac nicefrac sfrac".split(), "\\frac"),
-    **dict.fromkeys("dbinom tbinom".split(), "\\binom"),
-    **dict.fromkeys("leq leqslant".split(), "\\le"),
-    **dict.fromkeys("geq geqslant".split(), "\\ge"),
-    **dict.fromkeys("degrees deg".split(), "\\degree"),
-    **{"neq": "\\ne", "lt": "<", "gt": ">", "lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]", "lvert": "|"},
-    **{"rvert": "|", "vert": "|", "cdotp": "\\cdot", "ast": "*", "prime": "'", "colon": ":", "backslash": "\\setminus"},
-    **{"smallsetminus": "\\setminus", "langle": "(", "rangle": ")", "tg": "\\tan", "ctg": "\\cot", "AA": "Angstrom"},
-    "varnothing": "\\emptyset",
-    **dict.fromkeys(
-        "left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr displaystyle textstyle limits".split(), ""
-    ),
-    **dict.fromkeys(
-        "bf rm it sf tt boldmath boxed fbox framebox mathbf boldsymbol mathit bm underline emph ensuremath limits".split(), ""
-    ),
-    **dict.fromkeys("Huge huge LARGE Large large normalsize small footnotesize tiny scriptstyle".split(), ""),
-    **dict.fromkeys("checkmark blacksquare square Box qed".split(), ""),
-    **dict.fromkeys("quad qquad enspace thinspace".split(), " "),
-    **dict.fromkeys("lor vee".split(), "\\text{ or }"),
-    **dict.fromkeys("land wedge".split(), "\\text{ and }"),
-    **dict.fromkeys("Rightarrow Longrightarrow therefore implies".split(), "\\implies"),
-    **{"lparen": "(", "rparen": ")", "imath": "i", "jmath": "i", "surd": "\\sqrt", "bigcup": "\\cup", "bigcap": "\\cap"},
-    **{"textdollar": "\\$", "newline": ROW, "arccot": "\\arccot"},
-}
+_RENAMED = _table(
+    r"""\frac: dfrac tfrac cfrac nicefrac sfrac; \binom: dbinom tbinom; \le: leq leqslant; \ge: geq geqslant; \ne: neq; <: lt;
+    >: gt; \degree: degrees deg; \{: lbrace; \}: rbrace; [: lbrack; ]: rbrack; (: langle lparen; ): rangle rparen; *: ast;
+    |: lvert rvert vert; \cdot: cdotp; ': prime; \setminus: backslash smallsetminus; \emptyset: varnothing; \cup: bigcup;
+    \cap: bigcap; \sqrt: surd; \tan: tg; \cot: ctg; \arccot: arccot; i: imath jmath; Angstrom: AA; \$: textdollar;
+    \text{ or }: lor vee; \text{ and }: land wedge; \implies: Rightarrow Longrightarrow therefore implies"""
+)
+_RENAMED |= {"colon": ":", "newline": ROW} | dict.fromkeys("quad qquad enspace thinspace".split(), " ")
+_RENAMED |= dict.fromkeys(  # what only concerns the looks
+    """left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr displaystyle textstyle scriptstyle limits bf rm it sf
+    tt bm boldmath boxed fbox framebox mathbf boldsymbol mathit underline emph ensuremath Huge huge LARGE Large large normalsize
+    small footnotesize tiny checkmark blacksquare square Box qed""".split(),
+    "",
+)
 _TEXT_GROUP = re.compile(
     r"\\(?:text|textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|mathrm|mathsf|mathtt|operatorname)\*?\s*\{"
     r"((?:[^{}]|\^\{[^{}]*\})*)\}"
@@ -145,6 +129,7 @@ _FUNCTION_NAME = re.compile(  # \text{ sec} is a unit
     r"\\(?:operatorname\*?\s*\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc)|ln|log|exp)|"
     r"(?:text|mathrm)\s*\{\s*(arcsin|arccos|arctan|sin|cos|tan|cot|csc|ln|log|exp))\s*\}"
 )
+_REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)(?:\\overline\s*\{(\d+)\}|(?:\\dot\s*\{?(\d)\}?|\((\d+)\))(?!\d|\.\d))")
 _DERIVATIVE = re.compile(
     r"\\frac\s*\{\s*d(?:\^\{?(\d)\}?)?\s*([A-Za-z])(\([A-Za-z]\))?\s*\}\s*\{\s*d\s*([A-Za-z])(?:\^\{?\d\}?)?\s*\}"
 )
@@ -156,15 +141,13 @@ def clean(raw: str) -> str:
     text = re.sub(r"\\\\(?:\[[^\]]*\])?|\\tabularnewline|\\cr\b", ROW, text)
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]", "", text)  # the delimiters of math mode
     text = re.sub(r"\d(?:,\\!|\{,\}|\\[,;:!]|\\ |,\\ )\s*(?=\d{3}(?!\d))", lambda m: m.group()[0], text)  # 10{,}080, 10\,080
-    text = re.sub(r"\\[!]", "", text)
-    text = re.sub(r"\\[,;: ]|~", " ", text)
-    text = _COLOR.sub("", text)
+    text = _COLOR.sub("", re.sub(r"\\[,;: ]|~", " ", text.replace("\\!", "")))
     if _ENVIRONMENT.search(text) and "matrix" not in text and "array" not in text:
         text = _ENVIRONMENT.sub("", text).replace("&", " ")
     text = _notations(text)
-    text = re.sub(r"(?<!\d)(\d*)\.(\d*)\\overline\s*\{(\d+)\}", _repeating, text)
+    text = _REPEATING.sub(_repeating, text)
     text = re.sub(r"(?<![\d.,/])(\d+) (\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}", text)  # 7 1/2
-    text = _COMMAND.sub(lambda m: _rename(m), text)
+    text = _COMMAND.sub(lambda m: _RENAMED.get(m[1], m.group()), text)
     text = _mark_text(text)
     text = re.sub(r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\circ|\\degree)", r"\\degree ", text)
     text = re.sub(
@@ -184,14 +167,8 @@ def _notations(text: str) -> str:
     text = re.sub(r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])", r"\\cup ", text)
     text = re.sub(r"(?<=[)\]}])\s*-\s*(?=\\\{)", r"\\setminus ", text)
     text = re.sub(r"(?<![A-Za-z\\])inf(?:ty|inity)?(?![A-Za-z])", r"\\infty ", text)
-    text = re.sub(r"(?<![\d.,])(\d*)\.(\d*)(?:\\dot\s*\{?(\d)\}?|\((\d+)\))(?!\d|\.\d)", _dotted, text)
     text = re.sub(r"(?<![A-Za-z\\])d([A-Za-z])\s*/\s*d([A-Za-z])(?![A-Za-z])", r"\\frac{d\1}{d\2}", text)
     return re.sub(r"\\(d?dot)\s*(?:\{\s*([A-Za-z])\s*\}|\s([A-Za-z]))(?!\s*_)", _dots_as_primes, text)
-
-
-def _dotted(match: re.Match) -> str:
-    """1.\\dot{3} and 1.(3), where the marked digits repeat."""
-    return f"{match[1]}.{match[2]}\\overline{{{match[3] or match[4]}}}"
 
 
 def _dots_as_primes(match: re.Match) -> str:
@@ -207,7 +184,8 @@ def clean_lines(text: str) -> str:
 
 def _repeating(match: re.Match) -> str:
     """A repeating decimal as a fraction: 0.1\\overline{6} is (16 - 1) / 90."""
-    whole, fixed, repeated = match.groups()
+    whole, fixed, *marked = match.groups(default="")
+    repeated = "".join(marked)
     top = int((whole or "0") + fixed + repeated) - int((whole or "0") + fixed)
     return f"\\frac{{{top}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}" if len(match.group()) < 200 else match.group()
 
@@ -218,28 +196,17 @@ def _primed(match: re.Match) -> str:
     return function + ("" if variable in "tx" else f"_{{{variable}}}") + "'" * int(order or 1) + (argument or "")
 
 
-def _rename(match: re.Match) -> str:
-    new = _RENAMED.get(match.group(1))
-    return match.group() if new is None else new + " " * (new[:1] == "\\" and new[1:].isalpha())
-
-
 def _ascii(raw: str) -> str:
     text = _SUPERSCRIPT_RUN.sub(lambda m: "^{" + m.group().translate(_SUPERSCRIPTS) + "}", raw)
     text = _SUBSCRIPT_RUN.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m.group()) + "}", text)
-    out = []
-    for char in text:
-        if char < "\x7f":
-            out.append(char if char >= " " else " " if char in "\t\n\r" else "")
-        elif char in _UNICODE:
-            out.append(_UNICODE[char])
-        else:
-            out.append(_plain(char))
-    return "".join(out)
+    return "".join(char if " " <= char < "\x7f" else _plain(char) for char in text)
 
 
 @functools.cache
 def _plain(char: str) -> str:
     """ASCII for one character: vulgar fractions, full-width and mathematical digits and letters, Greek; invisible ones vanish."""
+    if char in _UNICODE or char in "\t\n\r":
+        return _UNICODE.get(char, " ")
     if unicodedata.category(char) in ("Cf", "Cc", "Mn"):
         return ""
     name = unicodedata.name(char, "")
@@ -247,7 +214,7 @@ def _plain(char: str) -> str:
     if name.startswith("VULGAR FRACTION") and "\u2044" in plain:
         top, bottom = plain.split("\u2044")
         return f"\\frac{{{top}}}{{{bottom}}}"
-    if name.startswith("GREEK SMALL LETTER ") or name.startswith("GREEK CAPITAL LETTER "):
+    if name.startswith(("GREEK SMALL LETTER ", "GREEK CAPITAL LETTER ")):
         letter = name.split()[3].lower().replace("lamda", "lambda")
         return "\\" + (letter.capitalize() if "CAPITAL" in name else letter) + " "
     return " " if plain.isspace() else "".join(_UNICODE.get(c, c) for c in plain)
@@ -256,13 +223,11 @@ def _plain(char: str) -> str:
 def _mark_text(text: str) -> str:
     """Turns (nested) text groups into one marked run each."""
     for _ in range(MAX_RAW // 7):  # as many as fit
-        text, count = _TEXT_GROUP.subn(lambda m: f"{TEXT_OPEN}{m.group(1)}{TEXT_CLOSE}", text)
+        text, count = _TEXT_GROUP.subn(rf"{TEXT_OPEN}\1{TEXT_CLOSE}", text)
         if not count:
             break
-        while True:
-            text, merged = _INNER_GROUP.subn(lambda m: f"{TEXT_OPEN}{m.group(1)}{m.group(2)}", text)
-            if not merged:
-                break
+        while (merged := _INNER_GROUP.sub(rf"{TEXT_OPEN}\1\2", text)) != text:
+            text = merged
     text = re.sub(rf"{TEXT_OPEN}\s*([ied])\s*{TEXT_CLOSE}", r"\1", text)  # upright constants
     return re.sub(rf"{TEXT_CLOSE}\s*{TEXT_OPEN}", " ", text)
 

@@ -8,6 +8,8 @@ deadline. They concern mathematics and GSM8K; `config.strict_reference` is anoth
 """
 
 import functools
+import itertools
+import os.path
 import re
 from collections.abc import Callable, Sequence
 
@@ -16,16 +18,11 @@ from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.math import math_verify
 from deepgrpo.types import Grade
 
-
-class _GivesUp(Exception):
-    """A step of a normaliser doesn't know what to do."""
-
-
 #### Stage A: one spelling of text
 
 # Words that are taken out wherever they stand alone, with their plurals. Single letters are among them: variables go.
-_UNITS = [f"{letter} ." for letter in "abcdgq"]  # meant as abbreviations, used as patterns: the dot is any character
-_UNITS += (
+# "a ." and its like are meant as abbreviations and used as patterns: the dot is any character.
+_UNITS = [f"{letter} ." for letter in "abcdgq"] + (
     "degree mile mph foot feet inch inches yard acre hectare meter metre centimeter millimeter kilometer cm mm km ft square sq "
     "cubic second sec minute min hour hr day week month year am pm gram gm kg kilogram mg pound lb ounce oz ton dollar cent "
     "rupee rs euro liter litre ml gallon percent unit point person people men women by per st nd rd th deg prime "
@@ -33,9 +30,7 @@ _UNITS += (
 ).split()
 
 
-@functools.cache
-def _unit_patterns() -> list[re.Pattern]:
-    return [re.compile(rf"(^|\W){unit}{plural}($|\W)") for unit in _UNITS for plural in ("", "s")]
+_UNIT_PATTERNS = [re.compile(rf"(^|\W){unit}{plural}($|\W)") for unit in _UNITS for plural in ("", "s")]
 
 
 def same_text(answer: str, key: str) -> bool:
@@ -50,7 +45,7 @@ def spelling(text: str) -> str:
         if whole := re.search(r"^\\text\{(.+?)\}$", text):
             text = whole[1].strip()
         return _respelled(text)
-    except (_GivesUp, IndexError, ValueError):
+    except (IndexError, ValueError):
         return text
 
 
@@ -63,22 +58,22 @@ def _respelled(text: str) -> str:
     text = text.replace("\\left", "").replace("\\right", "")
     text = re.sub(r"\\text\{.*?\}$", "", text).strip() or text  # from the first group, not the last
     for _ in range(2):
-        for pattern in _unit_patterns():
+        for pattern in _UNIT_PATTERNS:
             text = pattern.sub(r"\1\2", text) or text
     text = text.replace("^{\\circ}", "").replace("^\\circ", "").replace("\\$", "")
     before, *after = text.split("\\text{ ")
     if len(after) > 1:
-        raise _GivesUp
+        raise ValueError("more than one unit")
     text = before.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
     if not text:
         return text
     text = "0" + text if text[0] == "." else text
     sides = text.split("=")
     text = sides[1] if len(sides) == 2 and len(sides[0]) <= 2 else text
-    text = _braced_roots(text).replace(" ", "")
-    text = _braced_fractions(text)
+    text = _braced_fractions(_braced_roots(text).replace(" ", ""))
     text = "\\frac{1}{2}" if text == "0.5" else text
-    return _slash_as_fraction(text)
+    number = "(0|-?[1-9][0-9]*)"
+    return re.sub(rf"^{number}/{number}$", r"\\frac{\1}{\2}", text)
 
 
 def _braced_roots(text: str) -> str:
@@ -101,15 +96,6 @@ def _braced_fractions(text: str) -> str:
         else:
             done += f"\\frac{{{other[0]}}}{{{other[1]}}}{other[2:]}"
     return done
-
-
-def _slash_as_fraction(text: str) -> str:
-    parts = text.split("/")
-    try:
-        top, bottom = (int(part) for part in parts)
-    except ValueError:
-        return text
-    return f"\\frac{{{top}}}{{{bottom}}}" if text == f"{top}/{bottom}" else text
 
 
 #### Stage B: plain text and sympy
@@ -145,8 +131,8 @@ def plain(text: str) -> str:
     text = re.sub(r"\^ *\\circ", "", text)
     text = text[1:-1] if text[:1] == "{" and text[-1:] == "}" else text
     text = re.sub(r",\\! *", "", text)
-    if (number := _float(text)) is not None and _whole(number):
-        text = str(round(number))  # Python's parser takes 52_8 for 528
+    if (number := _whole(text)) is not None:
+        text = str(number)  # Python's parser takes 52_8 for 528
     if "\\" in text:
         try:
             text = _latex_as_text(text)
@@ -157,7 +143,15 @@ def plain(text: str) -> str:
     text = re.sub("- *", "-", text)
     text = re.sub("([0-9]) +([0-9])", r"\1+\2", text)  # mixed numbers, and 10 080
     text = text.replace(" ", "").replace("{", "").replace("}", "").lower()
-    return str(int(float(text.replace(",", "")))) if _is_integer(text) else text
+    return text if _whole(_without_commas(text)) is None else str(int(float(text.replace(",", ""))))
+
+
+def _latex_as_text(text: str) -> str:
+    text = text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
+    text = _reader().latex_to_text(text)
+    for symbol, name in _SYMBOLS.items():
+        text = text.replace(symbol, name)
+    return text.strip()
 
 
 @functools.cache
@@ -169,26 +163,13 @@ def _reader():
     return latex2text.LatexNodes2Text()
 
 
-def _latex_as_text(text: str) -> str:
-    text = text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
-    text = _reader().latex_to_text(text)
-    for symbol, name in _SYMBOLS.items():
-        text = text.replace(symbol, name)
-    return text.strip()
-
-
-def _float(text: str) -> float | None:
+def _whole(text: str) -> int | None:
+    """The integer that a text is, give or take what floats leave; None for any other text."""
     try:
-        return float(text)
-    except ValueError:
+        number = float(text)
+        return round(number) if abs(number - round(number)) <= 1e-7 else None
+    except (OverflowError, ValueError):  # no number, or an infinite one
         return None
-
-
-def _whole(number: float) -> bool:
-    try:
-        return abs(number - round(number)) <= 1e-7
-    except (OverflowError, ValueError):  # infinite, not a number
-        return False
 
 
 def _without_commas(text: str) -> str:
@@ -196,11 +177,6 @@ def _without_commas(text: str) -> str:
     while (shorter := re.sub(r"(\d),(\d\d\d)($|\D)", r"\1\2\3", text)) != text:
         text = shorter
     return text
-
-
-def _is_integer(text: str) -> bool:
-    number = _float(_without_commas(text))
-    return number is not None and _whole(number)
 
 
 def _elements(text: str) -> list[str]:
@@ -213,7 +189,7 @@ def _elements(text: str) -> list[str]:
 def _same_element(key: str, answer: str) -> bool:
     if all(re.search(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$", text) for text in (key, answer)):
         return key == answer  # a fraction must be reduced
-    if _is_integer(key) != _is_integer(answer):
+    if (_whole(_without_commas(key)) is None) != (_whole(_without_commas(answer)) is None):
         return False  # an integer must be written as one
     return _vanishes(f"({key})-({answer})")
 
@@ -258,11 +234,8 @@ def same_by_math_verify(answer: str, key: str) -> bool:
 
 def _repetition(text: str) -> float:
     """How much neighbours among the sorted suffixes share: the sum of their common prefixes over n(n+1)/2."""
-    suffixes = sorted(text[i:] for i in range(len(text)))
-    shared = 0
-    for left, right in zip(suffixes, suffixes[1:], strict=False):
-        shared += next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
-    return 2 * shared / (len(text) * (len(text) + 1))
+    neighbours = itertools.pairwise(sorted(text[i:] for i in range(len(text))))
+    return 2 * sum(len(os.path.commonprefix(pair)) for pair in neighbours) / (len(text) * (len(text) + 1))
 
 
 def by_metric(keys: list[str], text: str) -> bool:

@@ -77,11 +77,11 @@ def with_iso_dates(folded: str) -> str:
 def _iso(match: re.Match) -> str:
     parts = match.groupdict()
     if first := parts.get("first"):
-        day, month = (
-            (int(first), int(parts["second"])) if int(first) > 12 or parts["gap"] == "." else (int(parts["second"]), int(first))
-        )
-        if parts["gap"] != "." and day <= 12 and day != month:
-            return match.group()
+        day, month = int(first), int(parts["second"])
+        if parts["gap"] != ".":
+            if day <= 12 and month <= 12 and day != month:
+                return match.group()
+            day, month = max(day, month), min(day, month)
     else:
         name, day = parts["month"], int(parts.get("day") or 0)
         month = int(name) if name.isdigit() else 1 + next(i for i, full in enumerate(_MONTHS) if full.startswith(name[:3]))
@@ -108,44 +108,36 @@ def words(text: str) -> frozenset[str]:
     folded = _THOUSANDS.sub("", with_iso_dates(fold(text)))
     folded = re.sub(r"(?<=\d) ?- ?(?=\d)", "-", folded).replace("%", " percent ").replace("&", " and ")
     kept = {at for match in _MEANS_SOMETHING.finditer(folded) for at in range(*match.span())}
+    kept |= {at for at, char in enumerate(folded) if unicodedata.category(char)[0] == "M"}  # vowel signs, which `\w` leaves out
     spellings = set()
     for gap in ("", " "):
-        plain = _PUNCTUATION.sub(lambda m, gap=gap: m[0] if m.start() in kept or _is_mark(m[0]) else gap, folded).split()
+        plain = _PUNCTUATION.sub(lambda m, gap=gap: m[0] if m.start() in kept else gap, folded).split()
         spellings.add(" ".join(w for i, w in enumerate(plain) if w not in _ARTICLES or i == len(plain) - 1) or folded)
     return frozenset(spellings)
 
 
-def _is_mark(char: str) -> bool:
-    return unicodedata.category(char)[0] == "M"  # vowel signs and the like, which `\w` leaves out
-
-
 #### Amounts
 
-_CURRENCIES = {
-    "dollar": "$ us$ usd dollar dollars",
-    "euro": "\u20ac eur euro euros",
-    "pound": "\u00a3 gbp",
-    "yen": "\u00a5 jpy yen",
-    "rupee": "\u20b9 inr rupee rupees",
-}
-_UNITS = {
-    **{spelling: name for spelling, name in latex.UNITS.items() if len(spelling) > 1 and name not in ("pound", "dollar", "cent")},
-    **{"decades": "decade", "decade": "decade", "century": "century", "centuries": "century", "m": "meter", "t": "ton"},
-    **dict.fromkeys("% percentage pct".split(), "percent"),
-    **dict.fromkeys("km/h kmh kph kmph kilometers/hour kilometres/hour km/hour".split(), "kilometer/hour"),
-    **dict.fromkeys("mph mi/h miles/hour".split(), "mile/hour"),
-    **dict.fromkeys("ton tons tonne tonnes".split(), "ton"),
-    **dict.fromkeys("page pages".split(), "page"),
-    **dict.fromkeys("point points pt pts".split(), "point"),
-}
-_NAMES = {**{spelling: name for name, spellings in _CURRENCIES.items() for spelling in spellings.split()}, **_UNITS}
+
+def _named(text: str) -> dict[str, str]:
+    """Reads lists of spellings, separated by ";", as the first of a list by each."""
+    return {spelling: line.split()[0] for line in text.split(";") for spelling in line.split()}
+
+
+_CURRENCIES = _named("dollar dollars $ us$ usd; euro euros \u20ac eur; pound \u00a3 gbp; yen \u00a5 jpy; rupee rupees \u20b9 inr")
+_UNITS = {s: name for s, name in latex.UNITS.items() if len(s) > 1 and name not in ("pound", "dollar", "cent")} | _named(
+    """decade decades; century centuries; meter m; ton tons tonne tonnes t; percent % percentage pct; page pages;
+    point points pt pts; kilometer/hour km/h kmh kph kmph kilometers/hour kilometres/hour km/hour;
+    mile/hour mph mi/h miles/hour"""
+)
+_NAMES = _CURRENCIES | _UNITS
 _DURATIONS = {  # exact relations only: a month has no fixed number of days
     **{"second": ("day", Fraction(1, 86400)), "minute": ("day", Fraction(1, 1440)), "hour": ("day", Fraction(1, 24))},
     **{"week": ("day", Fraction(7)), "year": ("month", Fraction(12))},
     **{"decade": ("month", Fraction(120)), "century": ("month", Fraction(1200))},
 }
 _SCALES = {"thousand": 3, "k": 3, "million": 6, "mn": 6, "m": 6, "billion": 9, "bn": 9, "b": 9, "trillion": 12}
-_COUNTS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+_COUNTS = {word: str(n) for n, word in enumerate("zero one two three four five six seven eight nine ten eleven twelve".split())}
 _MONEY = r"(?:us ?\$|[$\u20ac\u00a3\u00a5\u20b9]|(?:usd|eur|gbp) )"
 _AMOUNT = re.compile(
     rf"(?P<open>\( ?)?(?P<sign>[-+] ?)?(?P<money>{_MONEY})? ?(?P<minus>- ?)?"
@@ -193,12 +185,10 @@ def amount(text: str, accounting: bool = False) -> Amount | None:
     """
     folded = fold(text).rstrip(" .") if len(text) <= 2 * MAX_AMOUNT else ""
     folded = _ABOUT.sub("", folded) if accounting else folded
-    if folded in _COUNTS:
-        folded = str(_COUNTS.index(folded))
-    match = _AMOUNT.fullmatch(folded) if len(folded) <= MAX_AMOUNT else None
-    if match is None or not (match["digits"] or match["decimals"]) or bool(match["open"]) != bool(match["close"]):
+    match = _AMOUNT.fullmatch(_COUNTS.get(folded, folded)) if len(folded) <= MAX_AMOUNT else None
+    if match is None or not (match["digits"] or match["decimals"]) or (match["sign"] and match["minus"]):
         return None
-    if match["sign"] and match["minus"]:
+    if bool(match["open"]) != bool(match["close"]):
         return None
     digits, decimals = re.sub("[, ]", "", match["digits"] or ""), match["decimals"] or ""
     if len(digits) > 1 and digits[0] == "0" and not decimals:  # 007 is a name
@@ -279,43 +269,26 @@ def same(key: str, answer: str, rules: Rules, question: str = "") -> bool:
 
 def same_amount(key: Amount, answer: Amount, rules: Rules, question: str = "") -> bool:
     """Whether two amounts agree, in any of the ways in which their percent signs, scale words and units can be read."""
-    key, answer = _common_unit(key, answer)
+    (key_base, key_size), (base, size) = (_DURATIONS.get(a.unit, (a.unit, Fraction(1))) for a in (key, answer))
+    if key.unit != answer.unit and key_base == base:
+        key, answer = key.times(key_size, base), answer.times(size, base)
     if key.unit != answer.unit and not _omitted(key.unit, answer.unit, rules):
         return False
     pairs = [tuple(side.times(Fraction(1, 100 if side.percent else 1)) for side in (key, answer))]
     asked = question.casefold()
     if (key.percent and not answer.percent) or (answer.percent and not key.percent and re.search("percent|%|per cent", asked)):
         pairs.append((key, answer))
-    if key.scale != answer.scale and _asks_for_scale(asked, key.scale or answer.scale):
+    words_of_scale = [word for word, power in _SCALES.items() if power == (key.scale or answer.scale) and len(word) > 2]
+    if key.scale != answer.scale and re.search(rf"\b(?:{'|'.join(words_of_scale)})s?\b", asked):
         pairs.append(tuple(side.times(Fraction(1, 10**side.scale)) for side in (key, answer)))
     return any(rules.close(*pair) for pair in pairs)
 
 
-def _common_unit(key: Amount, answer: Amount) -> tuple[Amount, Amount]:
-    """Both in one unit, where different units of time have an exact relation."""
-    if key.unit == answer.unit:
-        return key, answer
-    (key_base, key_size), (base, size) = (_DURATIONS.get(a.unit, (a.unit, Fraction(1))) for a in (key, answer))
-    if key_base != base:
-        return key, answer
-    return key.times(key_size, base), answer.times(size, base)
-
-
 def _omitted(key: str, answer: str, rules: Rules) -> bool:
-    """Whether only one side has a unit, and one that may be left out: signs of money and percent always may."""
-    if key and answer:
-        return False
+    """Returns whether only one side has a unit, and one that may be left out: signs of money and percent always may."""
     unit = key or answer
-    return (
-        unit == "percent"
-        or unit in _CURRENCIES
-        or rules.bare_units
-        and (unit in _UNITS.values() or not key and unit.count(" ") < 2)
-    )
-
-
-def _asks_for_scale(question: str, power: int) -> bool:
-    return any(re.search(rf"\b{word}s?\b", question) for word, size in _SCALES.items() if size == power and len(word) > 2)
+    measure = rules.bare_units and (unit in _UNITS.values() or not key and unit.count(" ") < 2)
+    return not (key and answer) and (unit == "percent" or unit in _CURRENCIES.values() or measure)
 
 
 def usable_keys(ground_truth: str | Sequence[str]) -> list[str]:

@@ -139,7 +139,7 @@ _BASES = dict(
 def readings(text: str) -> list[Form]:
     """The forms that clean text may have: a comma before three digits groups thousands, or else parts a list."""
     plain = _plain(text)
-    if (match := COMPOUND.fullmatch(" ".join(plain.split()))) and (values := compound(match)):
+    if (match := COMPOUND.fullmatch(" ".join(plain.split()).rstrip(" ."))) and (values := compound(match)):
         return [Value(Quantity(str(value), (unit,))) for unit, value in values.items()]
     if choice := _CHOICE.match(plain):
         return [Words((choice[1] or choice[2]).lower()), *readings(_from(text, choice.end()))]

@@ -1,113 +1,60 @@
-"""Keys against answers: what is the same, what isn't, and what may never change a verdict."""
+"""Keys against answers (pairs.txt): what is the same, what is not, and what may never change a verdict; expressions by value."""
 
+import pathlib
 import random
 import re
+from fractions import Fraction
 
 import pytest
 
 from deepgrpo.rewards.compare import Rules, same
-from deepgrpo.rewards.expression import TooComplex
-
-RIGHT = [
-    (r"\frac{14}{3}", r"4\frac23"),
-    (r"\frac{14}{3}", r"\frac{14}{3} \approx 4.67"),
-    (r"3\sqrt{13}", "3√13"),
-    (r"1 \pm \sqrt{19}", r"\{1-\sqrt{19}, 1+\sqrt{19}\}"),
-    ("1,-2", r"x = 1 \text{ or } x = -2"),
-    ("52_8", r"52_{\text{eight}}"),
-    (r"10,\!080", "10 080"),
-    (r"\text{(C)}", r"\text{Option C}"),
-    ("(3,4]", r"3 < x \le 4"),
-    (r"(0,9) \cup (9,36)", r"(0,36)\setminus\{9\}"),
-    (r"(-\infty, 0]", r"x \le 0"),
-    ("5x - 7y + 11z + 4 = 0", "0 = 4 + 5x + 11z - 7y"),
-    ("y = 2x + 3", "3 + 2x"),
-    (r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}", r"\frac13\begin{bmatrix} -1 \\ 2 \end{bmatrix}"),
-    (r"864 \mbox{ inches}^2", r"864 \text{ square inches}"),
-    (r"\$32,\!348", r"32348\text{ dollars}"),
-    ("62.5%", "0.625"),
-    (r"\binom{2n}{n}", r"\frac{(2n)!}{(n!)^2}"),
-    (r"\frac{dx}{dt} = kx - a", "x' = -a + kx"),
-    ("$69$,$84$", "84, 69"),
-    (r"\text{east}", "East"),
-    (r"90^\circ", "90º"),
-    (r"90^\circ", r"90^{\text{o}}"),
-    ("52_8", r"52 \text{ in base } 8"),
-    ("52_8", r"{52}_{\text{octal}}"),
-    (r"\cot x", r"\operatorname{cot} x"),
-    (r"1 \pm \sqrt{19}", r"1 +/- \sqrt{19}"),
-    ("1,-2", r"\begin{cases} x = 1 \\ x = -2 \end{cases}"),
-    (r"(2,\infty)", r"\left]2, \infty\right["),
-    ("(3,4]", r"x > 3 \text{ and } x \le 4"),
-    (r"(0,9) \cup (9,36)", r"0 < x < 36, x \ne 9"),
-    (r"(0,9) \cup (9,36)", "(0,9) U (9,36)"),
-    (r"\frac43", "1.(3)"),
-    (r"8.7 \times 10^{8}", "8.7 x 10^8"),
-    (r"\frac{dx}{dt} = kx - a", r"\dot{x} = kx - a"),
-    ("5.4 \\text{ cents}", "5.4¢"),
-    ("x=5", r"2x = 10 \implies x = 5"),
-]
-WRONG = [
-    (r"\frac{35}{64}", "0.547"),
-    (r"3\sqrt{13}", "10.8167"),
-    ("x=5", r"5 \text{ or } 6"),
-    ("52_8", "528"),
-    ("52_8", "42"),
-    ("52_8", r"52\text{ (base 9)}"),
-    ("5", "-x = 5"),
-    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}+1"),
-    (r"(a+5)(b+2)", "(c+5)(b+2)"),
-    ("(-2,1)", "(1,-2)"),
-    (r"(2,\infty)", r"[2,\infty)"),
-    (r"15\mbox{ cm}^2", r"15\text{ m}^2"),
-    (r"\$36", r"36\%"),
-    (r"2^{1009}", r"2^{1009}+10^{-400}"),
-    ("0", "2x - 4 = 0"),
-    ("6", "5 = 6"),
-    (r"\frac{1}{2004!}", r"\frac{1}{2005!}"),
-    (r"\lfloor\sqrt{n-1}\rfloor", r"\lfloor\sqrt{n+1}\rfloor"),
-    (r"\text{even}", r"\text{neve}"),
-    (r"\{1\}", r"\varnothing"),
-    ("x", "|x|"),
-]
-HOSTILE = [
-    "9**9**9**9",
-    "9^{9^{9^{9}}}",
-    "1+" * 4000 + "1",
-    "(" * 300 + "5",
-    r"\sqrt{" * 90 + "2" + "}" * 90,
-    "7" * 5000,
-    "ab" * 2000,
-]
+from deepgrpo.rewards.expression import ParseError, TooComplex, equal, exact, parse, symbols
+from deepgrpo.rewards.math import by_math_verify
 
 
-@pytest.mark.parametrize(("key", "answer"), RIGHT)
-def test_same(key, answer):
-    assert same(key, answer, Rules())
+def read_pairs():
+    kinds, kind, key = {}, "", ""
+    for line in pathlib.Path(__file__).with_name("pairs.txt").read_text(encoding="utf-8").splitlines()[2:]:
+        if line.startswith("# "):
+            kind = line[2:]
+        elif line.startswith(("  = ", "  ! ")):
+            kinds.setdefault(kind, []).append((key, line[4:], line[2] == "="))
+        else:
+            key = line
+    return kinds
 
 
-@pytest.mark.parametrize(("key", "answer"), WRONG)
-def test_not_same(key, answer):
-    assert not same(key, answer, Rules())
+PAIRS = read_pairs()
+RULES = Rules(fallback=by_math_verify)
 
 
-@pytest.mark.parametrize("answer", HOSTILE, ids=lambda text: text[:12])
-def test_hostile_answers_are_refused(answer):
-    try:
-        assert not same(r"\frac{14}{3}", answer, Rules())
-    except TooComplex:
-        pass
+@pytest.mark.parametrize("kind", PAIRS)
+def test_same(kind):
+    assert [(key, answer) for key, answer, label in PAIRS[kind] if same(key, answer, RULES) != label] == []
 
 
-def test_measured_keys_match_within_half_a_unit_of_their_last_digit():
-    measured = Rules(measured=True)
+@pytest.mark.parametrize("kind", PAIRS)
+def test_spelling_does_not_change_a_verdict(kind):
+    for key, answer, _ in (pair for pair in PAIRS[kind] if pair[2]):
+        for changed in (f"${answer}$", f" {answer} ", answer.replace(r"\frac", r"\dfrac"), f"{answer}.", rf"\({answer}\)"):
+            assert same(key, changed, RULES), (key, changed)
+
+
+def test_a_changed_digit_or_variable_is_never_accepted():
+    noise = random.Random(0)
+    for key in {pair[0] for pair in PAIRS["forms"]}:
+        for match in re.finditer(r"\d|(?<![A-Za-z\\])[a-z](?![A-Za-z])", key):
+            new = str((int(match.group()) + noise.randrange(1, 9)) % 10) if match.group().isdigit() else "w"
+            changed = key[: match.start()] + new + key[match.end() :]
+            assert changed == key or not same(key, changed, Rules()), (key, changed)
+
+
+def test_what_a_source_or_a_question_allows():
+    measured, free = Rules(measured=True), Rules(free_constant=True)
     assert same("9.6", "9.64", measured) and same(r"7 \times 10^{37}", "7.3e37", measured)
     assert not same("9.6", "9.7", measured) and not same("6630", "6630.4", measured) and not same("9.6", "9.64", Rules())
-
-
-def test_the_name_of_the_constant_of_integration_is_free_only_where_the_question_has_one():
-    assert same("e^t + ce^{-2t}", "e^t + Ce^{-2t}", Rules(free_constant=True))
-    assert not same("e^t + ce^{-2t}", "e^t + Ce^{-2t}", Rules())
+    assert same("e^t + ce^{-2t}", "e^t + Ce^{-2t}", free) and not same("e^t + ce^{-2t}", "e^t + Ce^{-2t}", Rules())
+    assert same("52", "52_8", Rules(bases=True)) and not same("42", "52_8", Rules(bases=True)) and not same("52", "52_8", Rules())
 
 
 def test_leaves_that_the_parser_does_not_know_go_to_the_fallback():
@@ -116,34 +63,29 @@ def test_leaves_that_the_parser_does_not_know_go_to_the_fallback():
     assert same(r"\int_0^1 x\,dx", r"\int_0^1 t\,dt", rules) and len(asked) == 1
 
 
-@pytest.mark.parametrize(("key", "answer"), RIGHT)
-def test_spelling_does_not_change_a_verdict(key, answer):
-    for changed in (f"${answer}$", f" {answer} ", answer.replace(r"\frac", r"\dfrac"), f"{answer}.", rf"\({answer}\)"):
-        assert same(key, changed, Rules()), changed
-
-
-def test_a_changed_digit_or_variable_is_never_accepted():
-    noise = random.Random(0)
-    for key, _ in RIGHT:
-        for match in re.finditer(r"\d|(?<![A-Za-z\\])[a-z](?![A-Za-z])", key):
-            new = str((int(match.group()) + noise.randrange(1, 9)) % 10) if match.group().isdigit() else "w"
-            changed = key[: match.start()] + new + key[match.end() :]
-            assert changed == key or not same(key, changed, Rules()), (key, changed)
+@pytest.mark.parametrize(
+    "answer",
+    ["9**9**9**9", "9^{9^{9^{9}}}", "1+" * 4000 + "1", "(" * 300 + "5", r"\sqrt{" * 90 + "2" + "}" * 90, "7" * 5000, "ab" * 2000],
+    ids=lambda text: text[:12],
+)
+def test_hostile_answers_are_refused(answer):
+    try:
+        assert not same(r"\frac{14}{3}", answer, Rules())
+    except TooComplex:
+        pass
 
 
 def test_random_text_never_raises():
     noise = random.Random(1)
     pieces = [
-        *"0123456789abcxyz+-*/^_{}()[]|!,;=<>$%& .'",
-        r"\frac",
-        r"\sqrt",
-        r"\pm",
-        r"\cup",
-        r"\text{",
-        r"\\",
-        r"\in",
-        "\u2264",
-        "\x00",
+        *"0123456789abcxyz+-*/^_{}()[]|!,;=<>$%& .'\u2264\x00",
+        "\\frac",
+        "\\sqrt",
+        "\\pm",
+        "\\cup",
+        "\\text{",
+        "\\\\",
+        "\\in",
     ]
     for _ in range(400):
         text = "".join(noise.choices(pieces, k=noise.randrange(1, 25)))
@@ -152,3 +94,66 @@ def test_random_text_never_raises():
                 same(*pair, Rules())
             except TooComplex:
                 pass
+
+
+#### Expressions
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"\frac12", Fraction(1, 2)),
+        (r"1\frac{4}{5}", Fraction(9, 5)),
+        ("-1.25e-2", Fraction(-1, 80)),
+        (r"2021 \cdot 505 / 5", 204121),
+        (r"{14 \over 3}", Fraction(14, 3)),
+        (r"\binom{7}{3}/2^6", Fraction(35, 64)),
+        ("5!", 120),
+        ("-3^2", -9),
+        ("2^-3", Fraction(1, 8)),
+        ("|2-5|", 3),
+        (r"\lfloor 7/2 \rfloor", 3),
+        ("4.5*10^33", 45 * 10**32),
+        *((text, None) for text in (r"\sqrt 2", r"\pi", "x", "10000!", "9^{9^9}", "1/0")),
+    ],
+)
+def test_exact_values(text, value):
+    assert exact(parse(text)) == value
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "alike"),
+    [
+        (r"\log_{2/3} 2", r"\frac{\log 2}{\log 2 - \log 3}", True),
+        (r"\sin^2 x", r"1 - \cos^2 x", True),
+        (r"\sin^{-1} x", r"\arcsin x", True),
+        (r"\cos(2t - \pi/4)", r"\frac{\cos 2t + \sin 2t}{\sqrt2}", True),
+        (r"8 \cdot 7^{-1/3}", r"\frac{8}{\sqrt[3]{7}}", True),
+        (r"\sqrt[3]{-8}", "-2", True),
+        (r"2e^{i\pi/3}", r"1 + i\sqrt3", True),
+        (r"90\degree", r"\frac{\pi}{2}", True),
+        (r"\dot x_0 \omega", r"\omega \dot{x}_0", True),
+        (r"\sqrt{a^2}", "a", False),
+        ("I(0)", "0", False),
+        ("x_1", "x_2", False),
+        (r"\sqrt2", "1.41421356237309504880", False),
+    ],
+)
+def test_equal(left, right, alike):
+    assert equal(parse(left), parse(right)) == equal(parse(right), parse(left)) == alike
+
+
+def test_symbols_of_a_tree():
+    assert symbols(parse(r"\frac{\dot{x}_{0}}{\omega} \sin(\omega t) + 2\pi e")) == {"\\dotx_0", "\\omega", "t"}
+
+
+@pytest.mark.parametrize("text", ["", "1,2", r"\frac{5}{}", "2 3", "3+", r"\sum_{k=1}^n k", "(1", "x=2", "#"])
+def test_unknown_notation(text):
+    with pytest.raises(ParseError):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["(" * 60 + "1" + ")" * 60, "1+" * 3000 + "1", "9" * 5000, "10^99999999"])
+def test_limits(text):
+    with pytest.raises(TooComplex):
+        equal(parse(text), parse(r"10^{999999999999}"))

@@ -11,11 +11,10 @@ from deepgrpo.rewards.grade import Rubric
 from deepgrpo.rewards.service import GradingService
 from tests.conftest import golden_files
 
-INSTRUCTIONS = {
-    "boxed": " Explain briefly and put the result inside \\boxed{}.",
-    "mathverify": " Explain briefly and put the result inside \\boxed{}.",
-    "gsm8k": ' Explain briefly and put the result after "####".',
-}
+BOX = " Explain briefly and put the result inside \\boxed{}."
+INSTRUCTIONS = {"boxed": BOX, "mathverify": BOX, "gsm8k": ' Explain briefly and put the result after "####".'}
+SYSTEM = "<|im_start|>system\nYou are a careful assistant.<|im_end|>\n<|im_start|>user\n"
+BUSY = 0.9  # seconds that the reference took from which on its clock decided, and not its rule
 
 
 @pytest.mark.parametrize(
@@ -56,11 +55,7 @@ def test_the_third_stage_knows_lists_and_the_second_does_not():
     [
         (r"\boxed{5} and \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{\boxed{5}}", "5"),
-        (r"\boxed 5", None),
-        (r"\boxed {5}", None),
-        (r"\boxed{5} \boxed{6", None),
-        (r"\fbox{5}", None),
-        ("5", None),
+        *((text, None) for text in (r"\boxed 5", r"\boxed {5}", r"\boxed{5} \boxed{6", r"\fbox{5}", "5")),
     ],
 )
 def test_box(text, box):
@@ -89,52 +84,34 @@ def test_answer_tags():
     assert tags("<answer>5</answer>", False) == tags("</think> <answer>5", True) == "unformatted"
 
 
-def recorded_cases(data):
-    """(answer, {mode: (reward, completed)}) of every golden case that the reference finished."""
-    rows, found = {}, []
-    for path in golden_files("rewards_*.jsonl"):
-        for case in map(json.loads, path.read_text().splitlines()):
-            if case["grader"] not in INSTRUCTIONS or case["finish"] == "length":
-                continue
-            question = case["question"]
+def recorded(data):
+    """(id, answer, the reference's record by mode) of every golden case of mathematics that ended by itself."""
+    for case in (json.loads(line) for path in golden_files("rewards_*.jsonl") for line in path.read_text().splitlines()):
+        if case["grader"] in INSTRUCTIONS and case["finish"] != "length":
+            question, reference = case["question"], case["reference"]
             if place := case["question_ref"]:
-                lines = rows.setdefault(place["file"], (data / place["file"]).read_text().splitlines())
-                row = json.loads(lines[place["row"]])
+                row = json.loads((data / place["file"]).read_text().splitlines()[place["row"]])
                 question = row.get("problem") or row["question"]
-            user = question + INSTRUCTIONS[case["grader"]]
-            system = "<|im_start|>system\nYou are a careful assistant.<|im_end|>\n"
-            prompt = f"{system}<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
-            answer = Answer(
-                case["source"],
-                question,
-                "",
-                case["response"],
-                "stop",
-                case["ground_truth"],
-                prompt=prompt,
-                ending="<|im_end|>",
-            )
-            reference = case["reference"]
+            prompt = f"{SYSTEM}{question}{INSTRUCTIONS[case['grader']]}<|im_end|>\n<|im_start|>assistant\n"
+            fields = (case["source"], question, "", case["response"], "stop", case["ground_truth"])
             modes = {"compat_fast": reference["deployed"], "compat_full": reference.get("main_thread", reference["deployed"])}
-            found.append((case["id"], answer, modes))
-    return found
+            yield case["id"], Answer(*fields, prompt=prompt, ending="<|im_end|>"), modes
 
 
 @pytest.mark.parametrize("mode", ["compat_fast", "compat_full"])
-def test_verdicts_are_the_recorded_ones(mode, data_folder: pathlib.Path, capsys):
-    cases = recorded_cases(data_folder)
+def test_verdicts_are_the_recorded_ones(mode, data_folder: pathlib.Path, record_property):
+    cases = list(recorded(data_folder))
     if not cases:
         pytest.skip("golden cases rewards_*.jsonl are absent: set DEEPGRPO_GOLDEN")
-    with GradingService(2, 10.0, ["MATH", "GSM8K", "DeepScaleR"], Rubric(grader=mode)) as service:
-        futures = [(name, service.submit(answer), modes[mode]) for name, answer, modes in cases]
-        grades = [(name, future.result(300), reference) for name, future, reference in futures]
-    differ = [
-        (name, grade.reason, reference)
-        for name, grade, reference in grades
-        if (grade.reward, grade.completed) != (reference.get("reward", 0.0), bool(reference.get("completed", 0)))
-    ]
-    slow = {name for name, _, reference in differ if reference.get("sec", 20.0) > 0.9}  # its clock decided, not its rule
-    with capsys.disabled():
-        print(f"\n{mode}: {len(cases) - len(differ)} of {len(cases)} verdicts as recorded; others: {differ}")
-    assert not [entry for entry in differ if entry[0] not in slow]
-    assert all(grade.reward is not None or grade.reason == "timeout" for _, grade, _ in grades)  # a busy host starves a hang
+    seconds = {name: modes[mode].get("sec", 20.0) for name, _, modes in cases}
+    differ = []
+    for hangs, deadline in ((False, 20.0), (True, 1.0)):
+        part = [case for case in cases if (seconds[case[0]] > 5) == hangs]
+        with GradingService(2, deadline, ["MATH", "GSM8K", "DeepScaleR"], Rubric(grader=mode)) as service:
+            grades = [future.result(300) for future in [service.submit(answer) for _, answer, _ in part]]
+        for (name, _, modes), grade in zip(part, grades, strict=True):
+            expected = modes[mode].get("reward", 0.0), bool(modes[mode].get("completed", 0))
+            differ += [(name, grade.reason, modes[mode])] * ((grade.reward, grade.completed) != expected)
+            assert grade.reward is not None or grade.reason == "timeout"
+    record_property("figures", f"{mode}: {len(cases) - len(differ)} of {len(cases)} verdicts as recorded; others: {differ}")
+    assert not [name for name, *_ in differ if seconds[name] <= BUSY]

@@ -1,15 +1,15 @@
-"""Boxes, final numbers, sums, and the rules that hold for every grader."""
+"""Boxes, final numbers and declared answers, and the rules that hold for every grader."""
 
 import pytest
 
 from deepgrpo.rewards import grade as graders
 from deepgrpo.rewards import gsm8k, latex, math
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.steps import sum_solution as solution
+from deepgrpo.rewards.steps import sum_solution
 
 
-def graded(source, response, key, question="", prefix="", finish="stop"):
-    return graders.grade(Answer(source, question, prefix, response, finish, key))
+def graded(source, response, key, question="", prefix="", finish="stop", **rubric):
+    return graders.grade(Answer(source, question, prefix, response, finish, key), graders.Rubric(**rubric))
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,22 @@ def test_last_boxes(text, boxes):
     assert latex.last_boxes(text) == boxes
 
 
-def test_boxed_reasons():
-    assert graded("MATH", r"\boxed{\frac{28}{6}}", [r"\frac{14}{3}"]).reason == "right"
-    assert graded("MATH", r"\boxed{}", ["5"]).reason == "unformatted"
-    assert graded("MATH", r"\boxed{5}", ["4", "5"]).reward == 1
-    assert graded("MATH", r"\boxed{9**9**9**9}", ["5"]).reason == "too_complex"
-    assert graded("MATH", r"\boxed{" + "x" * 100_000 + "}", ["5"]).reason == "too_long"
-    bad_key = graded("MATH", r"\boxed{5}", [""])
-    assert bad_key.reward is None and bad_key.reason == "bad_key"
+@pytest.mark.parametrize(
+    ("text", "keys", "reward", "reason"),
+    [
+        (r"\boxed{\frac{28}{6}}", [r"\frac{14}{3}"], 1, "right"),
+        (r"\boxed{5}", ["4", "5"], 1, "right"),
+        (r"\boxed{5" + " " * 20_000 + "}", ["5"], 1, "right"),
+        (r"\boxed{5" + " " * 20_000 + "6}", ["5"], 0, "wrong"),
+        (r"\boxed{}", ["5"], 0, "unformatted"),
+        (r"\boxed{9**9**9**9}", ["5"], 0, "too_complex"),
+        (r"\boxed{" + "x" * 100_000 + "}", ["5"], 0, "too_long"),
+        (r"\boxed{5}", [""], None, "bad_key"),
+    ],
+)
+def test_boxed_answers(text, keys, reward, reason):
+    grade = graded("MATH", text, keys)
+    assert (grade.reward, grade.reason) == (reward, reason)
 
 
 def test_math_verify_decides_what_the_parser_does_not_know():
@@ -47,33 +55,46 @@ def test_math_verify_decides_what_the_parser_does_not_know():
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
+    ("number", "texts"),
     [
-        ("16 - 7 = 9\n#### 18.", 18),
-        ("#### $70,000 of 90,000", 70000),
-        ("#### x = 18", 18),
-        ("#### 18 = 9 * 2", 18),
-        ("#### **-10**<|im_end|>5", -10),
-        ("#### \u221210", -10),
-        ("#### $1.45 million", 1450000),
-        ("it costs \\boxed{18}", 18),
-        ("The answer is $18. That is 2 a day", 18),
-        ("2 + 1 = 3 bolts", 3),
-        ("#### 17\n#### 18", None),
-        ("so 18\n#### N/A", None),
-        ("I am not sure.", None),
+        (
+            18,
+            [
+                "16 - 7 = 9\n#### 18.",
+                "#### x = 18",
+                "#### 18 = 9 * 2",
+                "it costs \\boxed{18}",
+                "The answer is $18. That is 2 a day",
+            ],
+        ),
+        (70000, ["#### $70,000 of 90,000", "#### 70 000"]),
+        (-10, ["#### **-10**<|im_end|>5", "#### \u221210", "The balance is -10 dollars."]),
+        (1450000, ["#### $1.45 million"]),
+        (3, ["2 + 1 = 3 bolts", "#### 3 hours"]),
+        (12, ["the answer: we add 5 and get 12", "### 1. Add\n5 + 5 = 10\n### 2. Add\n10 + 2 = 12", "\\fbox{12}", "####\n12"]),
+        (72, ["#### 72.000", "####" + " " * 50_000 + "72", "### Step 1: 3 + 4 = 7\n#### Step 2\n9 * 8 = 72\n#### 72"]),
+        (210, ["#### 3 hours and 30 minutes", "It takes 3 hours 30 minutes."]),
+        (None, ["#### 17\n#### 18", "#### 18 or 19", "so 18\n#### N/A", "I am not sure."]),
     ],
 )
-def test_final_number(text, number):
-    assert graded("GSM8K", text, str(number)).reward == float(number is not None)
-    assert gsm8k.final_number(text.split("<|")[0])[0] == (() if number is None else (number,))
+def test_the_final_number_of_gsm8k(number, texts):
+    for text in texts:
+        assert graded("GSM8K", text, str(number or 18)).reward == (number is not None), text[:60]
+        found = gsm8k.final_number(text.split("<|")[0])[0]
+        assert number in found if number is not None else found == ()
 
 
-def test_headings_are_no_marks():
-    steps = "### Step 1: 3 + 4 = 7\n#### Step 2\n9 * 2 = 18\n"
-    assert graded("GSM8K", steps + "#### 18", "18").reward == graded("GSM8K", "####\n18", "18").reward == 1
-    assert graded("GSM8K", "#### 18 or 19", "18").reason == "hedge"
-    assert graded("GSM8K", "#### 70 000", "70000").reward == 1
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        *(("3", text) for text in ("#### 3 hours and 30 minutes", "It is 3 hours, 30 minutes")),
+        *(("-25", text) for text in ("The balance is 25", "30 -25")),
+        ("72", "The answer is 72. No, the answer is 73."),
+        ("210", "#### 3 hours and 20 minutes"),
+    ],
+)
+def test_what_comes_near_a_final_number(key, text):
+    assert graded("GSM8K", text, key).reward == 0
 
 
 @pytest.mark.parametrize(
@@ -107,24 +128,19 @@ def test_deepscaler_takes_a_box_or_a_declared_answer(text, reason):
 def test_answer_tags(text, strict, lenient):
     for extract, reason in (("answer_tag", strict), ("answer_tag_lenient", lenient)):
         for source, key in (("MATH", ["5"]), ("GSM8K", "5")):
-            answer = Answer(source, "", "I think ", text, "stop", key)
-            assert graders.grade(answer, graders.Rubric(extract=extract)).reason == reason
-    stated = Answer("MATH", "", "</think> <answer>5</answer>", "", "stop", ["5"])  # by the locked prefix
-    assert graders.grade(stated, graders.Rubric(extract="answer_tag")).reward == 0
-    assert graders.leaks_answer("MATH", stated.prefix)
+            assert graded(source, text, key, prefix="I think ", extract=extract).reason == reason
+    assert graded("MATH", "", ["5"], prefix="</think> <answer>5</answer>", extract="answer_tag").reward == 0
 
 
 def test_only_the_mark_counts_where_the_rubric_says_so():
-    strict = graders.Rubric(extract="mark")
-    assert graders.grade(Answer("GSM8K", "", "", "#### 18", "stop", "18"), strict).reward == 1
-    assert graders.grade(Answer("GSM8K", "", "", "The answer is 18", "stop", "18"), strict).reason == "unformatted"
+    assert graded("GSM8K", "#### 18", "18", extract="mark").reward == 1
+    assert graded("GSM8K", "The answer is 18", "18", extract="mark").reason == "unformatted"
 
 
 def test_every_source_has_its_grader_and_its_leaks():
     for source, grader in graders.GRADERS.items():
         assert not graders.leaks_answer(source, "First we add three and four, ")
-        if not grader.external:
-            assert callable(graders.resolve(grader.path))
+        assert grader.external or callable(graders.resolve(grader.path))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +148,7 @@ def test_every_source_has_its_grader_and_its_leaks():
     [
         ("MATH", r"\boxed{42}", ["42"], r"Which number? \boxed{42}"),
         ("GSM8K", "#### 42", "42", "Is it 42?"),
-        ("arithmetic", solution([1, 2, 3]), "6", "1 + 2 + 3 = ?"),
+        ("arithmetic", sum_solution([1, 2, 3]), "6", "1 + 2 + 3 = ?"),
     ],
 )
 def test_only_the_response_earns_and_only_if_it_ended(source, right, key, question):

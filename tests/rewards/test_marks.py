@@ -6,53 +6,32 @@ from deepgrpo.rewards import grade as graders
 from deepgrpo.rewards.answer import Answer
 
 STATED = {  # that a prefix with this states an answer, or begins to
-    "GSM8K": (
-        ["#### 5", "so 12\n####", "The answer is 5", "answer: 12", "**Answer:** $12", "\\boxed{4", "\\fbox{3}", "<answer>4"]
-        + ["### 42", "Answer: 4 hours", "the answer is \\$4", "The answer is:", "The answer is \\", "the answer is \u22125"]
-    ),
-    "MATH": (
-        ["So the final answer is 13.", "\\boxed{", "\\fbox{2", "The answer is $\\frac12$", "the answer is (B).", "#### 13"]
-        + ["Answer: $x=2$", "The final answer is even.", "the answer is\n$$5$$", "answer is \\text{(B)}", "\\boxed 5", "<answer>"]
-        + ["the answer is therefore 13 and", "The answer is \\{1, 2\\}", "the answer is $x^2 - 3y$", "answer is [2, 5)"]
-    ),
+    "GSM8K": [
+        *("#### 5", "so 12\n####", "The answer is 5", "answer: 12", "**Answer:** $12", "\\boxed{4", "\\fbox{3}"),
+        *("<answer>4", "### 42", "Answer: 4 hours", "the answer is \\$4", "The answer is:", "The answer is \\"),
+        *("the answer is \u22125",),
+    ],
+    "MATH": [
+        *("So the final answer is 13.", "\\boxed{", "\\fbox{2", "The answer is $\\frac12$", "the answer is (B)."),
+        *("#### 13", "Answer: $x=2$", "The final answer is even.", "the answer is\n$$5$$", "answer is \\text{(B)}"),
+        *("\\boxed 5", "<answer>", "the answer is therefore 13 and", "The answer is \\{1, 2\\}"),
+        *("the answer is $x^2 - 3y$", "answer is [2, 5)"),
+    ],
     "hybridqa": ["<Answer>Oslo", "Answer: Oslo", "The answer is Oslo", "< answer"],
     "hotpotqa": ["<answer>", "</think><answer> Oslo"],
 }
-OPEN = {
-    "GSM8K": (
-        [
-            "### Step 1",
-            "### Step 1: 3 + 4 = 7",
-            "the answer: we add 3",
-            "#### Step 2\n",
-            "# 5",
-            "### 1. Add 3 and 4",
-            "answers are",
-        ]
-        + [
-            "To find the answer, we",
-            "the answer is not 5",
-            "the answer is found by dividing 12 by 4",
-            "### Calculation of 3 days",
-        ]
-    ),
-    "MATH": (
-        [
-            "### Step 1",
-            "the answer: we add",
-            "the answer is an integer",
-            "The answer is not 5",
-            "\\boxempty",
-            "### 2. Solve for $x$",
-        ]
-        + [
-            "the answer in the form $\\frac{m}{n}$",
-            "the answer is $m+n$, so we",
-            "so the answer is at most 7",
-            "Let $x$ be the answer.",
-        ]
-        + ["the answer is a 5-digit number", "the answer is the sum of 3 and 5", "answer choices: ", "the answer is A + B where"]
-    ),
+OPEN = {  # that nothing is stated yet
+    "GSM8K": [
+        *("### Step 1", "### Step 1: 3 + 4 = 7", "the answer: we add 3", "#### Step 2\n", "# 5", "### 1. Add 3 and 4"),
+        *("answers are", "To find the answer, we", "the answer is not 5", "the answer is found by dividing 12 by 4"),
+        *("### Calculation of 3 days",),
+    ],
+    "MATH": [
+        *("### Step 1", "the answer: we add", "the answer is an integer", "The answer is not 5", "\\boxempty"),
+        *("### 2. Solve for $x$", "the answer in the form $\\frac{m}{n}$", "the answer is $m+n$, so we"),
+        *("so the answer is at most 7", "Let $x$ be the answer.", "the answer is a 5-digit number"),
+        *("the answer is the sum of 3 and 5", "answer choices: ", "the answer is A + B where"),
+    ],
     "hybridqa": ["To answer this, look at", "Oslo is first"],
     "hotpotqa": ["<think>the answer is Oslo"],
 }

@@ -93,7 +93,6 @@ _TEXT_RUN = re.compile(f"{TEXT_OPEN}([^{TEXT_CLOSE}]*){TEXT_CLOSE}")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "<=": "<=", ">=": ">=", "\\ne": "!=", "\\equiv": "="}
 _APPROXIMATE = {"\\approx", "\\simeq", "\\sim", "\\doteq"}
-_SET_OPERATORS = {"\\cup", "\\cap", "\\setminus"}
 _NUMBER_SETS = re.compile(r".*\\in\s*\\mathbb\s*\{?[ZNQRC]\}?.*|.*\\in\s*\{?\\?(?:Z|N)\}?")
 _LABEL = re.compile(rf"{TEXT_OPEN}[^{TEXT_CLOSE}]*{TEXT_CLOSE}\s*[:.]?\s*(?=\S)")
 _PREAMBLE = re.compile(  # the function is .., there are .., the answer: .., total: ..
@@ -102,6 +101,7 @@ _PREAMBLE = re.compile(  # the function is .., there are .., the answer: .., tot
     r"|(?:[a-z]+\s+){0,5}[a-z]{3,}\s*:\s*|answer\s*=?\s*)(?=[^\s.])",
     re.IGNORECASE,
 )
+_QUANTIFIER = re.compile(rf"^{TEXT_OPEN}\s*(?:for )?(?:all|every|each|any)\b[^{TEXT_CLOSE}]*{TEXT_CLOSE}\s*(?=\S)")
 _CHOICE = re.compile(r"\s*(?:(?:[Oo]ption|[Cc]hoice)\s+)?(?:\(\s*([A-J])\s*\)|([A-J])\s*[).:])\s*(?=[^\s,])(?!(?:and|or)\b)")
 _CLAUSE = re.compile(
     rf"[ (\[]*{TEXT_OPEN}[\s(\[,]*(?:(?:for|where|with|if|when|whenever|such that|since|because|provided|assuming|given)\b|"
@@ -125,15 +125,13 @@ _MATRIX = re.compile(
     re.DOTALL,
 )
 _NUMERAL = re.compile(r"[({]?(-?[0-9A-Z]*\d[0-9A-Z]*(?:\.\d+)?)[)}]?_\{?\(?(?:base)?(\d+|[a-z]+)\)?\}?")
-_FRENCH = re.compile(r"(\])([^\[\],;]*)[,;]([^\[\],;]*)([\[\]])|(\[)([^\[\],;]*)[,;]([^\[\],;]*)(\[)")
+_FRENCH = re.compile(r"(?!\[.*\]$)([\[\]])([^\[\],;]*)[,;]([^\[\],;]*)([\[\]])")  # ]3, 4] excludes the 3
 _IN_BASE = re.compile(
     rf"(?<=[0-9A-Z)}}])[\s({TEXT_OPEN}]*(?:(?:in )?(?:base|radix)[\s{TEXT_CLOSE}-]*(\d+|[a-z]+)|"
     rf"(binary|octal|decimal|hexadecimal))[\s){TEXT_CLOSE}]*$"
 )
-_BASES = dict(
-    zip("two three four five six seven eight nine ten eleven twelve".split(), range(2, 13), strict=True),
-    **{"sixteen": 16, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16},
-)
+_BASES = {word: n for n, word in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)}
+_BASES |= {"sixteen": 16, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16}
 
 
 def readings(text: str) -> list[Form]:
@@ -168,10 +166,10 @@ def parse(text: str, nesting: int = 0) -> Form:
         text = _trimmed(words.group(1))
         if re.match(r"[\s(]*[A-Za-z]", text) and not _JOINS.search(text):
             return _words(text)
-    if french := _FRENCH.fullmatch(text):  # ]3, 4] excludes the 3
-        opening, low, high, closing = (group for group in french.groups() if group is not None)
+    if french := _FRENCH.fullmatch(text):
+        opening, low, high, closing = french.groups()
         ends = (parse(low, nesting + 1), parse(high, nesting + 1))
-        return Brackets({"[": "[", "]": "("}[opening], {"]": "]", "[": ")"}[closing], ends)
+        return Brackets("[" if opening == "[" else "(", "]" if closing == "]" else ")", ends)
     text = re.sub(r"^(?:\\?[A-Za-z](?:_\w|_\{\w+\})?)\s*\\in\s*(?=\\\{)", "", text)  # before its plus-minus signs are taken apart
     parts, _ = split(_with_joins(text), _is_separator)
     parts = [part for part in (_trimmed(part) for part in parts) if part]
@@ -197,7 +195,7 @@ def _single(text: str, nesting: int) -> Form:
     sides, operators = split(text, lambda token: token in _RELATIONS or token in _APPROXIMATE or token == "\\in")
     if operators:
         return _relation([side.strip() for side in sides], operators, nesting)
-    parts, joins = split(text, lambda token: token in _SET_OPERATORS)
+    parts, joins = split(text, ("\\cup", "\\cap", "\\setminus").__contains__)
     if joins:
         return Sets(tuple(joins), tuple(parse(part, nesting + 1) for part in parts))
     if (found := _MATRIX.match(text)) and (matrix := _matrix(found)):
@@ -214,9 +212,9 @@ def _single(text: str, nesting: int) -> Form:
             return parse(inner, nesting + 1)
     numeral_text = _IN_BASE.sub(lambda m: f"_{{{m[1] or m[2]}}}", text)
     if numeral := _NUMERAL.fullmatch(canonical(numeral_text).removeprefix("\\overline")):
-        base = _BASES.get(numeral.group(2)) or (int(numeral.group(2)) if numeral.group(2).isdigit() else 0)
+        base = _BASES.get(numeral[2]) or (int(numeral[2]) if numeral[2].isdigit() else 0)
         if 2 <= base <= 36:
-            return Numeral(numeral.group(1), base)
+            return Numeral(numeral[1], base)
     if (label := _LABEL.match(text)) and not re.search(r"\b(?:no|not|never|than|least|most|over|under|except)\b", label.group()):
         return parse(text[label.end() :], nesting + 1)
     return _words(text) if _EMPTY.fullmatch(text.lower()) else Value(quantity(text))
@@ -269,20 +267,13 @@ def split(text: str, is_separator: Callable[[str], bool]) -> tuple[list[str], li
 
 
 def _is_separator(token: str) -> bool:
-    if token in (",", ";", ROW, "\\&"):
-        return True
-    return token[0] == TEXT_OPEN and token[1:-1].strip(" ,;") in ("and", "or", "&", "")
+    return token in (",", ";", ROW, "\\&") or token[0] == TEXT_OPEN and token[1:-1].strip(" ,;") in ("and", "or", "&", "")
 
 
 def _with_joins(text: str) -> str:
     """Marks plain "and" and "or", and takes them out of longer runs of prose."""
-
-    def parted(run: re.Match) -> str:
-        pieces = [piece for piece in _JOINS.split(run.group(1)) if piece.strip()]
-        return "".join(f"{TEXT_OPEN}{piece}{TEXT_CLOSE}" for piece in pieces)
-
     if TEXT_OPEN in text:
-        return _TEXT_RUN.sub(parted, text)
+        return _TEXT_RUN.sub(lambda run: "".join(TEXT_OPEN + p + TEXT_CLOSE for p in _JOINS.split(run[1]) if p.strip()), text)
     return re.sub(r"(?<![A-Za-z\\])(and|or)(?![A-Za-z])", rf"{TEXT_OPEN}\1{TEXT_CLOSE}", text)
 
 
@@ -344,17 +335,13 @@ def _relation(sides: list[str], operators: list[str], nesting: int) -> Form:
         if operators[0] not in _APPROXIMATE:  # "> 7" is not 7
             return Value(Quantity("".join(part + operator for part, operator in zip(sides, [*operators, ""], strict=True))))
         sides, operators = sides[1:], operators[1:]
-    rough = next((i for i, operator in enumerate(operators) if operator in _APPROXIMATE), None)
-    if rough == 0 and NAME.fullmatch(canonical(sides[0])):  # x is about 6.4
+    exact = list(itertools.takewhile(lambda operator: operator not in _APPROXIMATE, operators))
+    if operators and not exact and NAME.fullmatch(canonical(sides[0])):  # x is about 6.4
         return parse(sides[1], nesting + 1)
-    if rough is not None:  # the exact value stands before the approximation
-        sides, operators = sides[: rough + 1], operators[:rough]
+    sides, operators = sides[: len(exact) + 1], exact  # the exact value stands before the approximation
     if not operators or not all(sides):
         return parse(next((side for side in sides if side), ""), nesting + 1)
-    sides = [
-        re.sub(rf"^{TEXT_OPEN}\s*(?:for )?(?:all|every|each|any)\b[^{TEXT_CLOSE}]*{TEXT_CLOSE}\s*(?=\S)", "", side)
-        for side in sides
-    ]
+    sides = [_QUANTIFIER.sub("", side) for side in sides]
     signs = [_RELATIONS[operator] for operator in operators]
     if all(sign in (">", ">=") for sign in signs):
         sides, signs = sides[::-1], [sign.replace(">", "<") for sign in signs[::-1]]

@@ -24,7 +24,7 @@ LITERALS = {
     "Rational": (str, int),
     "Symbol": str,
     "Function": str,
-}  # name -> argument
+}  # type of argument
 
 
 class Refused(ValueError):
@@ -42,7 +42,7 @@ def install() -> Any:
 
 
 def evaluate(code: str | ast.Expression, _local_dict: object = None, _global_dict: object = None) -> Any:
-    """The value of code that `stringify_expr` made.
+    """Returns the value of code that `stringify_expr` made.
 
     Raises:
       Refused, SyntaxError, TypeError: it is not the code of an arithmetic expression.
@@ -68,24 +68,18 @@ def _value(node: ast.expr) -> Any:
         case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=value)], keywords=[]) if name in LITERALS:
             if isinstance(value, LITERALS[name]):
                 return getattr(sympy, name)(value)
-        case ast.Call(func=function, args=args, keywords=keywords):
-            return _called(function, [_value(arg) for arg in args], keywords)
+        case ast.Call(func=ast.Call(func=ast.Name(id="Function")) as function, args=args, keywords=[]):
+            return _value(function)(*map(_value, args))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in FUNCTIONS:
+            values = [_value(arg) for arg in args]
+            if name == "factorial" and any(value.is_number and abs(value) > MAX_FACTORIAL for value in values):
+                raise Refused(f"a factorial above {MAX_FACTORIAL}!")
+            match keywords:
+                case []:
+                    return getattr(sympy, name)(*values)
+                case [ast.keyword(arg="evaluate", value=ast.Constant(value=False))]:
+                    return getattr(sympy, name)(*values, evaluate=False)
     raise Refused(f"{type(node).__name__} is not arithmetic")
-
-
-def _called(function: ast.expr, args: list, keywords: list[ast.keyword]) -> Any:
-    import sympy
-
-    match function, keywords:
-        case ast.Name(id="factorial"), _ if args and args[0].is_number and abs(args[0]) > MAX_FACTORIAL:
-            raise Refused(f"a factorial above {MAX_FACTORIAL}!")
-        case ast.Name(id=name), [] if name in FUNCTIONS:
-            return getattr(sympy, name)(*args)
-        case ast.Name(id=name), [ast.keyword(arg="evaluate", value=ast.Constant(value=False))] if name in FUNCTIONS:
-            return getattr(sympy, name)(*args, evaluate=False)
-        case ast.Call(func=ast.Name(id="Function")), []:
-            return _value(function)(*args)
-    raise Refused("a call of something that is no known function")
 
 
 def _power(base: Any, exponent: Any) -> Any:

@@ -43,7 +43,7 @@ class Answer:
 
     @property
     def transcript(self) -> str:
-        """Prompt and response as one text, which is what the public reference grades. Everyone else should not."""
+        """Prompt and response as one text, which the public reference grades. No other grader should read it."""
         return (self.prompt or self.question + "\n" + self.prefix) + self.response + self.ending
 
 
@@ -117,7 +117,7 @@ _WINDOW = 300  # characters of a prefix's last line that are looked at
 
 
 def worst(grades: Iterable[Grade]) -> Grade:
-    """The grade of a response that states final answers with these grades: one that is wrong is hedging, a repetition is not."""
+    """Returns the grade of a response with several final answers: a wrong one among them is hedging, a repetition is not."""
     return min(grades, key=lambda grade: grade.reward or 0.0, default=Grade(0.0, False, "unformatted"))
 
 
@@ -136,7 +136,7 @@ def whole(answer: Answer) -> Answer:
 
 
 def unit_at(text: str, place: int) -> tuple[int, str] | None:
-    """The mark, word or number that a place in a text is inside of: where it begins, and what it is."""
+    """Returns the mark, word or number that a place in a text is inside of: where it begins, and what it is."""
     start = max(text.rfind("\n", 0, place) + 1, place - _WINDOW)
     for unit in _UNIT.finditer(text, start, place + _WINDOW):
         if unit.start() < place < unit.end():

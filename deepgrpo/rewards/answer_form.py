@@ -27,7 +27,7 @@ FENCED = Form("The code stands in one block between ```python and ```.", "```")
 
 
 def answer_form(source: str, rubric: Rubric) -> Form | None:
-    """The form that the grader of a data source looks for; None: that is a grader of the user's own, which nobody knows."""
+    """Returns the form that a source's grader looks for; None for a grader of the user's own, whose form nobody knows."""
     if source in rubric.own_graders():
         return None
     name = canonical(source)
@@ -42,6 +42,6 @@ def answer_form(source: str, rubric: Rubric) -> Form | None:
 
 
 def missing_form(told: str, source: str, rubric: Rubric) -> str:
-    """What the teacher must be told about the answer's form beyond `told`; "": nothing."""
+    """Returns what the teacher must be told about the answer's form beyond `told`; "" if nothing is missing."""
     form = answer_form(source, rubric)
     return "" if form is None or form.mark in told.lower() else form.says

@@ -117,7 +117,7 @@ def _minutes(form: Form) -> set[int]:
 
 
 def _unwrapped(form: Form, rules: Rules, most: int) -> Form:
-    """A list or set of one answer is that answer, also if it repeats it up to `most` times. A set of a set is another one."""
+    """Returns the answer itself for a list or set that only repeats one answer, up to `most` times. A set of a set stays."""
     if isinstance(form, Items) and 0 < len(form.parts) <= most:
         first, *others = form.parts
         if form.braces and isinstance(first, Items) and first.braces:
@@ -219,7 +219,7 @@ def _times(tree: Node, factor: Fraction | int) -> Node:
 
 
 def _same_unit(key: tuple[str, ...], answer: tuple[str, ...]) -> bool:
-    """The same unit; one side may leave out what it is counted per (cents, cents per ounce) or write it as primes."""
+    """Returns the same unit; one side may leave out what it is counted per (cents, cents per ounce) or write it as primes."""
     if ("per" in key) != ("per" in answer):
         key, answer = (unit[: unit.index("per")] if "per" in unit[1:] else unit for unit in (key, answer))
     return key == answer or any(a in _PRIMES and b[0] in _PRIMES[a] for (a, *_), b in ((key, answer), (answer, key)))
@@ -354,7 +354,7 @@ def _real_set(form: Form) -> _RealSet | None:
 
 
 def _alternatives(parts: Sequence[Relation]) -> _RealSet | None:
-    """Listed inequalities: their union, or what they have in common where the union would be everything (x > 3, x <= 4)."""
+    """Returns the union of listed inequalities, or their intersection if the union is everything (x > 3, x <= 4)."""
     sets = [_inequality(part) for part in parts]
     names = {canonical(side) for part in parts for side in part.sides if _real(parse(side)) is None}
     if None in sets or len(names) != 1:

@@ -89,7 +89,7 @@ class _Parser:
         return token
 
     def accept(self, *tokens: str) -> str:
-        """Takes the next token if it is one of `tokens`, else returns ""."""
+        """Takes the next token if it is one of `tokens`; otherwise returns ""."""
         return self.take() if self.peek() in tokens else ""
 
     def negative(self) -> bool:
@@ -161,7 +161,7 @@ class _Parser:
         return ("pow", node, self.exponent()) if self.accept("^", "**") else node
 
     def argument(self) -> Node:
-        """A TeX argument: a group, else one digit, letter or command."""
+        """Reads a TeX argument: a group, or else one digit, letter or command."""
         if self.accept("{"):
             return self.group("{")
         token = self.peek()
@@ -220,7 +220,7 @@ class _Parser:
         return node if exponent is None else ("pow", node, exponent)
 
     def name(self, token: str) -> str:
-        """A variable's name: accent, letter, subscript and primes; also I(0), which is no product."""
+        """Reads a variable's name with accent, subscript and primes; also I(0), which is no product."""
         if token in ACCENTS:
             token += self.braced()
         elif not (token.isalpha() or token in SYMBOLS | CONSTANTS.keys()):
@@ -236,7 +236,7 @@ class _Parser:
         return token
 
     def braced(self) -> str:
-        """The text of a token, or of a group."""
+        """Reads a token or a group as text."""
         if not self.accept("{"):
             return self.take()
         inner = ""
@@ -257,7 +257,7 @@ def _number(token: str) -> Fraction:
 
 
 def symbols(node: Node) -> frozenset[str]:
-    """Names of the variables in a tree."""
+    """Returns the names of the variables in a tree."""
     found, stack = set(), [node]
     while stack:
         kind, *rest = stack.pop()
@@ -362,7 +362,7 @@ def _power(base, exponent):
 
 
 def equal(key: Node, answer: Node) -> bool:
-    """Whether two trees have the same value, wherever the key has a real one.
+    """Returns whether two trees have the same value, wherever the key has a real one.
 
     Raises:
       TooComplex: a number is too large to be compared.
@@ -395,7 +395,7 @@ def _rounds(node: Node) -> bool:
 
 
 def close(left, right) -> bool:
-    """Whether two numeric values agree within TOLERANCE, relative to the larger; or both are rounding noise around zero."""
+    """Returns whether two numbers agree within TOLERANCE of the larger, or are both rounding noise around zero."""
     if mpmath.isnan(left) or mpmath.isnan(right):
         return False
     if mpmath.isinf(left) or mpmath.isinf(right):
@@ -406,7 +406,7 @@ def close(left, right) -> bool:
 
 
 def _coordinate(name: str, trial: int, signed: bool) -> mpmath.mpf:
-    """A fixed point for a variable: between 0.3 and 2.7, of either sign if `signed`; the same on every machine."""
+    """Returns a fixed value for a variable, between 0.3 and 2.7, of either sign if `signed`; it is the same on every machine."""
     noise = zlib.crc32(f"{name}:{trial}".encode())
     value = mpmath.mpf(3) / 10 + mpmath.mpf(24 * (noise >> 1)) / (10 * 2**31)
     return -value if signed and noise & 1 else value

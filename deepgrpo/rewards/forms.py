@@ -135,7 +135,7 @@ _BASES |= {"sixteen": 16, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal":
 
 
 def readings(text: str) -> list[Form]:
-    """The forms that clean text may have: a comma before three digits groups thousands, or else parts a list."""
+    """Returns the forms that clean text may have: a comma before three digits groups thousands, or else parts a list."""
     plain = _plain(text)
     if (match := COMPOUND.fullmatch(" ".join(plain.split()).rstrip(" ."))) and (values := compound(match)):
         return [Value(Quantity(str(value), (unit,))) for unit, value in values.items()]
@@ -153,7 +153,7 @@ def _in_brackets(before: str) -> bool:
 
 
 def parse(text: str, nesting: int = 0) -> Form:
-    """The form of clean text."""
+    """Returns the form of clean text."""
     text = _trimmed(text)
     if nesting > MAX_NESTING:
         return Value(quantity(text))
@@ -185,7 +185,7 @@ def parse(text: str, nesting: int = 0) -> Form:
 
 
 def _single(text: str, nesting: int) -> Form:
-    """The form of clean text that is neither a list nor ambiguous in a sign."""
+    """Returns the form of clean text that is neither a list nor ambiguous in a sign."""
     if canonical(text) in ("\\emptyset", "\\{\\}"):
         return Items((), braces=True)
     text = _CLAUSE.split(text)[0].strip() or text
@@ -226,19 +226,19 @@ def _words(text: str) -> Form:
 
 
 def _plain(text: str) -> str:
-    """`text`, as long as it is, with spaces for the marks of prose."""
+    """Returns `text`, as long as it is, with spaces in place of the marks of prose."""
     return text.replace(TEXT_OPEN, " ").replace(TEXT_CLOSE, " ")
 
 
 def _from(text: str, start: int) -> str:
-    """`text` from `start` on, which may lie within a run of prose."""
+    """Returns `text` from `start` on, which may lie within a run of prose."""
     rest = text[start:]
     closes = rest.find(TEXT_CLOSE)
     return TEXT_OPEN + rest if closes >= 0 and TEXT_OPEN not in rest[:closes] else rest
 
 
 def plain_words(text: str) -> str:
-    """Prose for comparison: lower case, letters and digits only, without "option", "choice" or a leading article."""
+    """Returns prose for comparison: lower case, letters and digits only, without "option", "choice" or a leading article."""
     words = re.findall(r"[a-z0-9]+", unmarked(text).lower())
     while len(words) > 1 and words[0] in _FILL:
         words = words[1:]
@@ -249,7 +249,7 @@ def plain_words(text: str) -> str:
 
 
 def split(text: str, is_separator: Callable[[str], bool]) -> tuple[list[str], list[str]]:
-    """Parts of `text` between its separators outside all brackets, and the separators."""
+    """Returns the parts of `text` between its separators outside all brackets, and the separators."""
     parts, separators, depth, current = [], [], 0, []
     for token in _TOKEN.findall(text):
         bracket = token.split("{")[0] if token.startswith(("\\begin", "\\end")) else token
@@ -278,7 +278,7 @@ def _with_joins(text: str) -> str:
 
 
 def _trimmed(text: str) -> str:
-    """`text` without outer white space, quotes, emphasis, closing punctuation and redundant braces."""
+    """Returns `text` without outer white space, quotes, emphasis, closing punctuation and redundant braces."""
     while True:
         before = text
         text = text.lstrip(' :;,&"`*=' + ROW).rstrip(' .:;,&"`*' + ROW)
@@ -357,7 +357,7 @@ def _set(inside: str, nesting: int) -> Form:
 
 
 def _matrix(match: re.Match) -> Matrix | None:
-    """A matrix, a factor before or behind it multiplied in; None if something else stands there."""
+    """Returns a matrix with the factor before or behind it multiplied in; None if something else stands there."""
     factor = unmarked(match["factor"]).strip()
     factor = factor[:-1].strip() if factor[-1:] in ("(", "[") else factor  # of \left( \begin{array}
     factor = {"": "", "-": "-1"}.get(factor, factor)

@@ -29,7 +29,7 @@ _SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 
 
 def grade(answer: Answer, only_mark: bool = False) -> Grade:
-    """1 if the final number of the response equals the key as a number. only_mark: without a `####` mark there is no answer."""
+    """Returns 1 if the final number of the response equals the key. only_mark: there is no answer without a `####` mark."""
     text = own_words(answer.response)
     stated, reason = final_number(text) if not only_mark or _marks(latex.clean_lines(text)) else ((), "unformatted")
     if not stated:
@@ -39,7 +39,7 @@ def grade(answer: Answer, only_mark: bool = False) -> Grade:
 
 
 def final_number(text: str) -> tuple[tuple[Fraction, ...], str]:
-    """The number that a response settles on, in each of its units; or nothing, and the reason why."""
+    """Returns the number that a response settles on, in each of its units; or nothing, and the reason why."""
     text = latex.clean_lines(text)
     if marked := _marks(text):
         stated = [_first(mark) for mark in marked]
@@ -58,18 +58,18 @@ def final_number(text: str) -> tuple[tuple[Fraction, ...], str]:
 
 
 def _marks(text: str) -> list[str]:
-    """What stands behind each mark of a final answer; behind the exact ones, if there are any."""
+    """Returns what stands behind each mark of a final answer; behind the exact marks, if there are any."""
     found = [(match["mark"], match["stated"]) for match in _MARK.finditer(text)]
     return [stated for mark, stated in found if mark == "####"] or [stated for _, stated in found]
 
 
 def _alternatives(text: str) -> bool:
-    """Whether a statement names different numbers with "or" between them."""
+    """Returns whether a statement names different numbers with "or" between them."""
     return len({side[0] for part in re.split(r"\bor\b", text) if (side := numbers(part))}) > 1
 
 
 def _first(text: str) -> tuple[Fraction, ...]:
-    """The number that a final statement gives: the first; of an equation, the side that is a lone number, else the last side."""
+    """Returns the first number of a final statement; of an equation, the side that is one number, or else the last side."""
     text = _SPACED.sub(lambda m: m.group().replace(" ", ""), text)  # 70 000
     if (match := COMPOUND.search(text)) and not re.search(r"\d", text[: match.start()]) and (values := compound(match)):
         return tuple(values.values())
@@ -80,7 +80,7 @@ def _first(text: str) -> tuple[Fraction, ...]:
 
 
 def numbers(text: str) -> list[Fraction]:
-    """All numbers in `text`, in order: commas, currency, signs, simple fractions, powers of ten and scale words understood."""
+    """Returns all numbers in `text`, in order, with commas, signs, simple fractions, powers of ten and scale words."""
     found = []
     for match in _NUMBER.finditer(text):
         digits, decimals = match["digits"] or "", match["decimals"] or ""

@@ -27,7 +27,7 @@ _JOIN = re.compile(  # what may stand between boxes of one list
 
 
 def last_boxes(text: str) -> list[str] | None:
-    """Contents of the last box, and of the boxes right before it that are joined to it by commas, "and" or "or".
+    """Returns the contents of the last box, and of the boxes right before it that are joined to it by commas, "and" or "or".
 
     `\\boxed5` and white space before the brace are fine; of nested boxes the innermost counts. Escaped braces do not nest.
 
@@ -51,7 +51,7 @@ def last_boxes(text: str) -> list[str] | None:
 
 
 def boxes(text: str) -> list[str]:
-    """Contents of all the last 51 boxes that are closed, in order."""
+    """Returns the contents of all the last 51 boxes that are closed, in order."""
     return [content[0] for match in _tail_boxes(text) if (content := _content(text, match.end()))]
 
 
@@ -61,12 +61,12 @@ def _tail_boxes(text: str) -> list[re.Match]:
 
 
 def squeezed(text: str) -> str:
-    """`text` with each long run of white space as one character."""
+    """Returns `text` with each long run of white space as one character."""
     return _RUN.sub(lambda m: "\n" if "\n" in m.group() else " ", text)
 
 
 def _content(text: str, start: int) -> tuple[str, int] | None:
-    """The argument of a box command that ends at `start`, and the index after it; None if it never closes."""
+    """Returns the argument of a box command that ends at `start`, and the index after it; None if it never closes."""
     while start < len(text) and text[start].isspace():
         start += 1
     if start >= len(text):
@@ -86,7 +86,7 @@ def _content(text: str, start: int) -> tuple[str, int] | None:
 
 
 def _table(text: str) -> dict[str, str]:
-    """Reads entries "new: old old;" as `new` by each `old`; a command gets the space that ends its name."""
+    """Reads entries "new: old old;" into a dictionary from old to new. A command gets the space that ends its name."""
     entries = (entry.strip().partition(": ") for entry in text.split(";"))
     return {old: new + " " * (new[:1] == "\\" and new[1:].isalpha()) for new, _, olds in entries for old in olds.split()}
 
@@ -136,7 +136,7 @@ _DERIVATIVE = re.compile(
 
 
 def clean(raw: str) -> str:
-    """`raw` in this module's one spelling. Linear in its length but for a bounded number of nested text groups."""
+    """Returns `raw` in this module's one spelling. Linear in its length but for a bounded number of nested text groups."""
     text = _ascii(squeezed(raw))
     text = re.sub(r"\\\\(?:\[[^\]]*\])?|\\tabularnewline|\\cr\b", ROW, text)
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]", "", text)  # the delimiters of math mode
@@ -160,7 +160,7 @@ def clean(raw: str) -> str:
 
 
 def _notations(text: str) -> str:
-    """Plain-text and regional spellings as LaTeX: powers of ten, functions, plus-minus, unions, derivatives."""
+    """Writes plain-text and regional spellings as LaTeX: powers of ten, functions, plus-minus, unions, derivatives."""
     text = re.sub(r"(?<=\d)\s*(?:[xX]|\\(?:text|mathrm)\s*\{\s*[xX]\s*\})\s*(?=10\s*\^)", r" \\times ", text)
     text = _FUNCTION_NAME.sub(lambda m: f"\\{m[1] or m[2]} ", text)
     text = re.sub(r"\+\s*/\s*-", r"\\pm ", text)
@@ -176,14 +176,14 @@ def _dots_as_primes(match: re.Match) -> str:
 
 
 def clean_lines(text: str) -> str:
-    """Running text in ASCII, line by line: without invisible characters, emphasis, dollar signs and thin spaces."""
+    """Returns running text in ASCII, line by line: without invisible characters, emphasis, dollar signs and thin spaces."""
     text = "\n".join(_ascii(line) for line in squeezed(text).split("\n"))
     text = re.sub(r"\{,\}|,\\!", ",", text)
     return re.sub(r"\\?\$|\*\*|\\[,;!]", "", text)
 
 
 def _repeating(match: re.Match) -> str:
-    """A repeating decimal as a fraction: 0.1\\overline{6} is (16 - 1) / 90."""
+    """Writes a repeating decimal as a fraction: 0.1\\overline{6} is (16 - 1) / 90."""
     whole, fixed, *marked = match.groups(default="")
     repeated = "".join(marked)
     top = int((whole or "0") + fixed + repeated) - int((whole or "0") + fixed)
@@ -191,7 +191,7 @@ def _repeating(match: re.Match) -> str:
 
 
 def _primed(match: re.Match) -> str:
-    """A derivative as primes; by another variable than time or x, that variable stays."""
+    """Writes a derivative with primes; a variable other than time or x is kept as an index."""
     order, function, argument, variable = match.groups()
     return function + ("" if variable in "tx" else f"_{{{variable}}}") + "'" * int(order or 1) + (argument or "")
 
@@ -204,7 +204,7 @@ def _ascii(raw: str) -> str:
 
 @functools.cache
 def _plain(char: str) -> str:
-    """ASCII for one character: vulgar fractions, full-width and mathematical digits and letters, Greek; invisible ones vanish."""
+    """Returns ASCII for one character: fractions, full-width and mathematical letters, Greek. Invisible characters vanish."""
     if char in _UNICODE or char in "\t\n\r":
         return _UNICODE.get(char, " ")
     if unicodedata.category(char) in ("Cf", "Cc", "Mn"):
@@ -221,7 +221,7 @@ def _plain(char: str) -> str:
 
 
 def _mark_text(text: str) -> str:
-    """Turns (nested) text groups into one marked run each."""
+    """Turns each text group, with those nested in it, into one marked run."""
     for _ in range(MAX_RAW // 7):  # as many as fit
         text, count = _TEXT_GROUP.subn(rf"{TEXT_OPEN}\1{TEXT_CLOSE}", text)
         if not count:
@@ -233,12 +233,12 @@ def _mark_text(text: str) -> str:
 
 
 def unmarked(text: str) -> str:
-    """Clean text with the marks of prose taken off: words become runs of letters."""
+    """Returns clean text with the marks of prose taken off: words become runs of letters."""
     return text.replace(TEXT_OPEN, " ").replace(TEXT_CLOSE, " ").strip()
 
 
 def canonical(text: str) -> str:
-    """Clean text without white space, marks and the braces around single characters; equal means surely the same."""
+    """Returns clean text without white space, marks and the braces around single characters; equal means surely the same."""
     text = re.sub(rf"[\s{TEXT_OPEN}{TEXT_CLOSE}]", "", text)
     return re.sub(r"\{([^{}\\])\}", r"\1", text)
 
@@ -278,7 +278,7 @@ COMPOUND = re.compile(  # 3 hours and 30 minutes
 
 
 def compound(match: re.Match) -> dict[str, Fraction]:
-    """The value of a COMPOUND by unit, the larger and the smaller; empty if the one is no part of the other."""
+    """Returns the value of a COMPOUND by unit, the larger and the smaller; empty if the one is no part of the other."""
     large, small = (UNITS.get(match[i].lower(), "") for i in (2, 4))
     part, size = _PARTS.get(large, ("", 1))
     total = Fraction(match[1]) * size + Fraction(match[3])
@@ -327,7 +327,7 @@ def quantity(text: str) -> Quantity:
 
 
 def _canonical(words: list[str], power: str | None) -> tuple[str, ...] | None:
-    """Known unit words in a canonical order of their own, or None if one of them isn't known."""
+    """Returns known unit words in a canonical order of their own, or None if one of them isn't known."""
     words = [word for word in words if word not in _SCALES]
     if words[1:] and words[0] in ("degree", "degrees") and words[1] in ("celsius", "fahrenheit", "kelvin", "c", "f", "k"):
         words = words[1:]

@@ -26,12 +26,12 @@ _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
 
 def grade(answer: Answer) -> Grade:
-    """1 if the last box of the response says the same as one of the keys, else 0; no verdict where the row has no usable key."""
+    """Returns 1 if the last box says the same as one of the keys, else 0; no verdict where the row has no usable key."""
     return verdict(answer, latex.last_boxes(own_words(answer.response)))
 
 
 def verdict(answer: Answer, boxes: Sequence[str] | None) -> Grade:
-    """The grade of an answer whose final statement is `boxes`, a list if there are several; None or empty: it states nothing."""
+    """Returns the grade of a final statement: one box, or the boxes of a list. Without a box nothing is stated."""
     text = ",".join(boxes or ()).strip()
     if not text.strip(", ") or (len(text) < 40 and not latex.canonical(latex.clean(text)).strip(",")):
         return Grade(0.0, False, "unformatted")
@@ -62,7 +62,7 @@ def _verdict(text: str, boxes: tuple[str, ...], keys: tuple[str, ...], rules: co
 
 
 def usable_keys(ground_truth: str | float | Sequence[str]) -> list[str]:
-    """The accepted answers of a row, without empty ones and the word None, which a broken extraction leaves behind."""
+    """Returns the accepted answers of a row, without empty ones and the word None, which a broken extraction leaves behind."""
     keys = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     texts = [str(key).strip() for key in keys]
     boxed = [latex.last_boxes(text) if "\\boxed" in text else None for text in texts]
@@ -94,7 +94,7 @@ def grade_declared(answer: Answer) -> Grade:
 
 
 def declared_answer(text: str) -> str | None:
-    """`\\frac12` of "Hence the answer is $\\frac12$.": what the last such sentence names, without its dollar signs."""
+    """Returns what the last sentence of the kind "Hence the answer is $\\frac12$." names, without its dollar signs."""
     found = list(_DECLARED.finditer(text))
     if not found:
         return None
@@ -109,7 +109,7 @@ def declared_answer(text: str) -> str | None:
 
 
 def by_math_verify(key: str, answer: str) -> bool:
-    """Whether math-verify takes two pieces of LaTeX for equal. Only for notation that `expression` doesn't know.
+    """Returns whether math-verify takes two pieces of LaTeX for equal. Only for notation that `expression` doesn't know.
 
     It runs bounded: short text, the same variables on both sides, no sums, integrals, towers or huge numbers that its algebra
     could get lost in. What is left is the deadline's business; its own alarms, which need a main thread, are off.
@@ -129,7 +129,7 @@ def by_math_verify(key: str, answer: str) -> bool:
 
 @functools.cache
 def math_verify():
-    """math-verify, imported when first wanted: it brings sympy, which takes a second."""
+    """Imports math-verify when it is first wanted: it brings sympy, which takes a second."""
     sympy_reader.install()
     import math_verify
 

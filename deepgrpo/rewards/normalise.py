@@ -33,7 +33,7 @@ _VULGAR_FRACTION = re.compile("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])")
 
 
 def fold(text: str) -> str:
-    """`text` in lower case with plain letters, digits, dashes and spaces. Accents go; the marks of other scripts stay."""
+    """Returns `text` in lower case with plain letters, digits, dashes and spaces. Accents go; the marks of other scripts stay."""
     text = _VULGAR_FRACTION.sub(" ", _SUPERSCRIPTS.sub(lambda run: "^" + run.group(), text))
     text = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
     kept = (
@@ -65,7 +65,7 @@ _DATES = [
 
 
 def with_iso_dates(folded: str) -> str:
-    """Folded text with its dates as year-month-day; a missing year is 0000, a missing day is left out.
+    """Returns folded text with its dates as year-month-day; a missing year is 0000, a missing day is left out.
 
     Numeric dates that could be read day first and month first stay as they are.
     """
@@ -100,7 +100,7 @@ _PUNCTUATION = re.compile(r"[^\w\s]|_")
 
 @functools.lru_cache(maxsize=4096)
 def words(text: str) -> frozenset[str]:
-    """The spellings of `text` without case, accents, punctuation and articles: two texts say the same if they share one.
+    """Returns the spellings of `text` without case, accents, punctuation and articles: two texts say the same if they share one.
 
     There are two: punctuation inside words deleted (U.S. = US) and as a space (Jean-Luc = Jean Luc). Between digits, and as a
     sign, punctuation means something and stays. An article that ends the text is a name (Serie A) and stays too.
@@ -179,7 +179,7 @@ class Amount:
 
 @functools.lru_cache(maxsize=4096)
 def amount(text: str, accounting: bool = False) -> Amount | None:
-    """The number, with its unit, that `text` consists of; None if it says anything else.
+    """Returns the number, with its unit, that `text` consists of; None if it says anything else.
 
     accounting: as in financial reports: parentheses around a number mean that it's negative, and it may be called approximate.
     """
@@ -208,7 +208,7 @@ def amount(text: str, accounting: bool = False) -> Amount | None:
 
 
 def _unit(text: str) -> str | None:
-    """Canonical name of a unit; of an unknown one its words. None if the text qualifies the number instead of measuring it."""
+    """Returns a unit's name, or the words of an unknown unit; None if the text qualifies the number and does not measure it."""
     if _NOT_UNITS & set(re.findall("[a-z]+", text)):
         return None
     plain = re.sub(r" ?(?:/| per ) ?", "/", text.replace("per cent", "percent").replace("us dollar", "dollar")).strip(" .")
@@ -222,17 +222,17 @@ Close = Callable[[Amount, Amount], bool]  # of a key and an answer in the same u
 
 
 def exact(key: Amount, answer: Amount) -> bool:
-    """The numbers are equal."""
+    """Returns whether the numbers are equal."""
     return key.value == answer.value
 
 
 def nearly(key: Amount, answer: Amount) -> bool:
-    """They differ by at most 1e-5 of the key, or by 1e-5 if that is 0: what is left of computing with floats."""
+    """Returns whether they differ by at most 1e-5 of the key (1e-5 if that is 0), which is what floats leave."""
     return abs(key.value - answer.value) <= Fraction(1, 10**5) * (abs(key.value) or 1)
 
 
 def rounded(key: Amount, answer: Amount) -> bool:
-    """The more precise of the two, rounded as the other one is written, gives the other one.
+    """Returns the more precise of the two, rounded as the other one is written, gives the other one.
 
     A whole key is a count: what rounds to it must also be within 0.1 %. An answer coarser than the key must be within 0.1 % too,
     or carry three significant digits.
@@ -258,7 +258,7 @@ class Rules:
 
 
 def same(key: str, answer: str, rules: Rules, question: str = "") -> bool:
-    """Whether two final answers say the same. `question` settles what a number without percent sign or scale word means."""
+    """Returns whether two answers say the same. `question` settles what a number without percent sign or scale word means."""
     if len(answer) > MAX_CHARS or not answer.strip():
         return False
     left, right = (amount(text, rules.accounting) for text in (key, answer))
@@ -268,7 +268,7 @@ def same(key: str, answer: str, rules: Rules, question: str = "") -> bool:
 
 
 def same_amount(key: Amount, answer: Amount, rules: Rules, question: str = "") -> bool:
-    """Whether two amounts agree, in any of the ways in which their percent signs, scale words and units can be read."""
+    """Returns whether two amounts agree, in any of the ways in which their percent signs, scale words and units can be read."""
     (key_base, key_size), (base, size) = (_DURATIONS.get(a.unit, (a.unit, Fraction(1))) for a in (key, answer))
     if key.unit != answer.unit and key_base == base:
         key, answer = key.times(key_size, base), answer.times(size, base)
@@ -298,7 +298,7 @@ def usable_keys(ground_truth: str | Sequence[str]) -> list[str]:
 
 
 def same_list(key: str, answer: str, rules: Rules) -> bool:
-    """Whether two lists of two or more items hold the same ones, in any order: items are separated by | ; , "and" or lines."""
+    """Returns whether two lists hold the same items, in any order. Items are separated by | ; , "and" or lines."""
     for wanted in _splits(key):
         for found in _splits(answer):
             every = all(any(same(w, f, rules) for f in found) for w in wanted)
@@ -308,7 +308,7 @@ def same_list(key: str, answer: str, rules: Rules) -> bool:
 
 
 def _splits(text: str) -> list[list[str]]:
-    """The ways to read `text` as a list of two or more."""
+    """Returns the ways to read `text` as a list of two or more."""
     if "|" in text:
         patterns = [r"\|"]
     else:

@@ -34,12 +34,12 @@ _UNIT_PATTERNS = [re.compile(rf"(^|\W){unit}{plural}($|\W)") for unit in _UNITS 
 
 
 def same_text(answer: str, key: str) -> bool:
-    """Stage A: both texts in the spelling of MATH's first graders, compared as strings."""
+    """Stage A compares both texts, in the spelling of MATH's first graders, as strings."""
     return spelling(answer) == spelling(key)
 
 
 def spelling(text: str) -> str:
-    """Stage A's normal form; a text that makes it stumble stays as it is, trimmed."""
+    """Returns stage A's normal form. A text that makes it stumble stays as it is, trimmed."""
     text = text.strip()
     try:
         if whole := re.search(r"^\\text\{(.+?)\}$", text):
@@ -77,13 +77,13 @@ def _respelled(text: str) -> str:
 
 
 def _braced_roots(text: str) -> str:
-    """\\sqrt3 as \\sqrt{3}: one character."""
+    """Writes \\sqrt3 as \\sqrt{3}, with one character in the braces."""
     first, *others = text.split("\\sqrt")
     return first + "".join("\\sqrt" + (other if other[0] == "{" else f"{{{other[0]}}}{other[1:]}") for other in others)
 
 
 def _braced_fractions(text: str) -> str:
-    """\\frac12 and \\frac1{72} with braces; one that has fewer than two characters left stops the whole text."""
+    """Writes \\frac12 and \\frac1{72} with braces. A fraction with fewer than two characters left stops the whole text."""
     first, *others = text.split("\\frac")
     done = first
     for other in others:
@@ -106,7 +106,7 @@ _BRACKETS = "()[]"
 
 
 def same_algebra(answer: str, key: str) -> bool:
-    """Stage B: both as plain text; equal strings, or element by element a difference that sympy simplifies to zero."""
+    """Stage B compares both as plain text, and then element by element whether sympy simplifies the difference to zero."""
     key, answer = plain(key), plain(answer)
     if key == answer:
         return True
@@ -119,7 +119,7 @@ def same_algebra(answer: str, key: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """Stage B's normal form: lower case, no spaces, no units, LaTeX as Unicode text."""
+    """Returns stage B's normal form: lower case, no spaces, no units, LaTeX as Unicode text."""
     if whole := re.search(r"^\\text\{(.+?)\}$", text):
         text = whole[1]
     text = text.replace("\\%", "%").replace("\\$", "$").replace("$", "").replace("%", "")
@@ -164,7 +164,7 @@ def _reader():
 
 
 def _whole(text: str) -> int | None:
-    """The integer that a text is, give or take what floats leave; None for any other text."""
+    """Returns the integer that a text is, give or take what floats leave; None for any other text."""
     try:
         number = float(text)
         return round(number) if abs(number - round(number)) <= 1e-7 else None
@@ -173,7 +173,7 @@ def _whole(text: str) -> int | None:
 
 
 def _without_commas(text: str) -> str:
-    """Thousands commas taken out, from the left, until none is left."""
+    """Takes thousands commas out, from the left, until none is left."""
     while (shorter := re.sub(r"(\d),(\d\d\d)($|\D)", r"\1\2\3", text)) != text:
         text = shorter
     return text
@@ -216,7 +216,7 @@ SECONDS = 1  # of math-verify's alarms, each
 
 
 def same_by_math_verify(answer: str, key: str) -> bool:
-    """Stage C: math-verify, with alarms of a second each. Only in a process's main thread, as everywhere in a grading worker."""
+    """Stage C asks math-verify, whose alarms (a second each) need the main thread, as in every grading worker."""
     if any(len(text) > MAX_UNCHECKED and _repetition(text) > MAX_REPETITION for text in (answer, key)):
         return False
     if plain(key) == plain(answer):
@@ -233,13 +233,13 @@ def same_by_math_verify(answer: str, key: str) -> bool:
 
 
 def _repetition(text: str) -> float:
-    """How much neighbours among the sorted suffixes share: the sum of their common prefixes over n(n+1)/2."""
+    """Returns how much the sorted suffixes of a text share with their neighbours: common prefixes over n(n+1)/2."""
     neighbours = itertools.pairwise(sorted(text[i:] for i in range(len(text))))
     return 2 * sum(len(os.path.commonprefix(pair)) for pair in neighbours) / (len(text) * (len(text) + 1))
 
 
 def by_metric(keys: list[str], text: str) -> bool:
-    """DeepScaleR's rule: math-verify's metric with its default limits, keys as LaTeX, the text as expressions or LaTeX."""
+    """DeepScaleR's rule: math-verify's metric with its default limits; keys as LaTeX, the text as expressions or LaTeX."""
     library = math_verify()
     from math_verify.metric import math_metric
 
@@ -272,12 +272,12 @@ def warm_up() -> None:
 
 
 def grade_boxed(answer: Answer, mode: str) -> Grade:
-    """1 if the transcript's last box equals one of the keys by one of the mode's stages."""
+    """Returns 1 if the transcript's last box equals one of the keys by one of the mode's stages."""
     return _by_stages(box(answer.transcript), answer, mode)
 
 
 def grade_tagged(answer: Answer, mode: str, lenient: bool) -> Grade:
-    """The same for R1-style answer tags; what stands between the last pair, or its box, is the answer."""
+    """Returns the same for R1-style answer tags; what stands between the last pair, or its box, is the answer."""
     text = answer.prefix + answer.response
     found = ("<answer>" in text if lenient else "</think> <answer>" in text) and "</answer>" in text
     if not found:
@@ -294,7 +294,7 @@ def _by_stages(found: str | None, answer: Answer, mode: str) -> Grade:
 
 
 def box(text: str) -> str | None:
-    """Content of the last box: braces are counted, escaped ones too; the opening brace must follow at once."""
+    """Returns the content of the last box: braces are counted, escaped ones too; the opening brace must follow at once."""
     start = text.rfind("\\boxed")
     if not text.startswith("\\boxed{", start) or start < 0:
         return None
@@ -307,7 +307,7 @@ def box(text: str) -> str | None:
 
 
 def keys(ground_truth) -> list[str]:
-    """The accepted answers as they are stored; of a key that holds a box, the box. One whose box is broken matches nothing.
+    """Returns the accepted answers. A key that holds a box is replaced by its content; an unbalanced box never matches.
 
     Raises:
       TypeError: a key is neither text nor a number.
@@ -321,7 +321,7 @@ def keys(ground_truth) -> list[str]:
 
 
 def equal(found: str, key: str, stages: Sequence[Callable[[str, str], bool]] = FULL) -> bool:
-    """Whether an answer equals a key by one of the stages, asked in order."""
+    """Returns whether an answer equals a key by one of the stages, asked in order."""
     return any(stage(found, key) for stage in stages)
 
 
@@ -329,7 +329,7 @@ def equal(found: str, key: str, stages: Sequence[Callable[[str, str], bool]] = F
 
 
 def grade_formula(answer: Answer) -> Grade:
-    """1 if math-verify finds one of the keys among what it reads in the transcript: a box, or any formula or number at its end.
+    """Returns 1 if math-verify finds a key among what it reads in the transcript: a box, or any formula or number at its end.
 
     The reference runs this in processes' main threads, so the library's own time limits hold, in both modes.
     """
@@ -342,7 +342,7 @@ def grade_formula(answer: Answer) -> Grade:
 
 
 def grade_gsm8k(answer: Answer, only_mark: bool = False) -> Grade:
-    """1 if the transcript's last run of digits, dots and commas is the key, character by character.
+    """Returns 1 if the transcript's last run of digits, dots and commas is the key, character by character.
 
     only_mark: the reference's strict method, which it does not use: the number right after the last `#### `, without commas.
     """
@@ -363,7 +363,7 @@ def grade_gsm8k(answer: Answer, only_mark: bool = False) -> Grade:
 
 
 def _assistant_part(text: str) -> str:
-    """What the rule against two answers looks at: what follows the last header of an assistant's turn, up to that turn's end."""
+    """Returns what follows the last header of an assistant's turn, up to its end: here the rule against two answers looks."""
     starts = [(at, marker) for marker in _ASSISTANT if (at := text.rfind(marker)) >= 0]
     if starts:
         at, marker = max(starts)

@@ -340,7 +340,7 @@ def _real_set(form: Form) -> _RealSet | None:
             return None
         if (mpmath.isinf(low) and form.opening == "[") or (mpmath.isinf(high) and form.closing == "]"):
             return None
-        return _interval(low, form.opening == "[", high, form.closing == "]")
+        return _chain((low, None, high), ("<=" if form.opening == "[" else "<", "<=" if form.closing == "]" else "<"))
     if isinstance(form, Value) and canonical(form.quantity.body) in ("\\mathbbR", "\\mathbb{R}"):
         return _RealSet((), lambda x: True)
     if isinstance(form, Relation):
@@ -380,33 +380,31 @@ def _joined(parts: Sequence[Form], operators: Sequence[str]) -> _RealSet | None:
 
 
 def _inequality(relation: Relation) -> _RealSet | None:
-    """Returns the set that an inequality or an equation of one variable describes."""
-    values = [_real(parse(side)) for side in relation.sides]
-    if values.count(None) != 1:
+    """Returns the set that comparisons with one variable, or with its absolute value, describe."""
+    sides = [_real(parse(side)) for side in relation.sides]
+    if sides.count(None) != 1:
         return None
-    at, last, operators = values.index(None), len(values) - 1, relation.operators
-    name = canonical(relation.sides[at])
-    if len(name) > 2 and name[0] == name[-1] == "|":  # |a| >= 1/2
-        sides = [name[1:-1] if i == at else side for i, side in enumerate(relation.sides)]
-        inner = _inequality(dataclasses.replace(relation, sides=tuple(sides)))
-        return inner and _RealSet((*inner.ends, *(-end for end in inner.ends)), lambda x: inner.has(abs(x)))
-    if not NAME.fullmatch(name):
-        return None
-    if operators in (("=",), ("!=",)):
-        return _RealSet((values[1 - at],), lambda x: expression.close(x, values[1 - at]) == (operators == ("=",)))
-    if not set(operators) <= {"<", "<="} or last > 2 or (last == 2 and at != 1):
-        return None
-    low, low_closed = (values[at - 1], operators[at - 1] == "<=") if at else (-mpmath.inf, False)
-    high, high_closed = (values[at + 1], operators[at] == "<=") if at < last else (mpmath.inf, False)
-    return _interval(low, low_closed, high, high_closed)
+    name = canonical(relation.sides[sides.index(None)])
+    absolute = len(name) > 2 and name[0] == name[-1] == "|"  # |a| >= 1/2
+    return _chain(sides, relation.operators, absolute) if NAME.fullmatch(name.strip("|") if absolute else name) else None
 
 
-def _interval(low: mpmath.mpf, low_closed: bool, high: mpmath.mpf, high_closed: bool) -> _RealSet:
+def _chain(sides: Sequence[mpmath.mpf | None], operators: Sequence[str], absolute: bool = False) -> _RealSet:
+    """Returns the numbers for which a chain of comparisons holds, in which None stands for the number."""
+    known = [side for side in sides if side is not None]
+
     def has(x: mpmath.mpf) -> bool:
-        at_low, at_high = expression.close(x, low), expression.close(x, high)
-        return (low_closed if at_low else x > low) and (high_closed if at_high else x < high)
+        filled = [(abs(x) if absolute else x) if side is None else side for side in sides]
+        return all(map(_holds, operators, filled, filled[1:]))
 
-    return _RealSet((low, high), has)
+    return _RealSet((*known, *(-end for end in known if absolute)), has)
+
+
+def _holds(operator: str, left: mpmath.mpf, right: mpmath.mpf) -> bool:
+    equal = expression.close(left, right)
+    if operator in ("=", "!="):
+        return equal == (operator == "=")
+    return operator.endswith("=") if equal else (left < right) == (operator[0] == "<")
 
 
 def _real(form: Form) -> mpmath.mpf | None:

@@ -12,9 +12,10 @@ from deepgrpo.rewards.expression import ParseError, TooComplex, equal, exact, pa
 from deepgrpo.rewards.math import by_math_verify
 
 
-def read_pairs():
+def read_pairs(name):
+    """(key, answer, whether they say the same) by kind."""
     kinds, kind, key = {}, "", ""
-    for line in pathlib.Path(__file__).with_name("pairs.txt").read_text(encoding="utf-8").splitlines()[2:]:
+    for line in pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()[2:]:
         if line.startswith("# "):
             kind = line[2:]
         elif line.startswith(("  = ", "  ! ")):
@@ -24,7 +25,7 @@ def read_pairs():
     return kinds
 
 
-PAIRS = read_pairs()
+PAIRS = read_pairs("pairs.txt")
 RULES = Rules(fallback=by_math_verify)
 
 

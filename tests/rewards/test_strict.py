@@ -7,7 +7,7 @@ import pytest
 
 from deepgrpo.rewards import strict
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.grade import Rubric
+from deepgrpo.rewards.grade import Rubric, grade
 from deepgrpo.rewards.service import GradingService
 from tests.conftest import golden_files
 
@@ -105,14 +105,17 @@ def test_verdicts_are_the_recorded_ones(mode, data_folder: pathlib.Path, record_
         pytest.skip("golden cases rewards_*.jsonl are absent: set DEEPGRPO_GOLDEN")
     quick = [case for case in cases if case[2].get("sec", 20.0) <= BUSY]
     slow = [case for case in cases if case[2].get("sec", 20.0) > BUSY] if mode == "compat_fast" else []
-    differ = []
-    for part, workers, deadline in ((quick, 2, 20.0), (slow, 1, 1.5)):
-        with GradingService(workers, deadline, ["MATH", "GSM8K", "DeepScaleR"], Rubric(grader=mode)) as service:
-            grades = [future.result(300) for future in [service.submit(answer) for _, answer, _ in part]]
-        for (name, _, record), grade in zip(part, grades, strict=True):
-            same = (grade.reward, grade.completed) == (record.get("reward", 0.0), bool(record.get("completed", 0)))
-            differ += [(name, grade.reason, record)] * (not same)
-            assert same or part is slow, (name, grade, record)
-            assert grade.reward is not None or grade.reason == "timeout"
+    graded = [(*case, grade(case[1], Rubric(grader=mode))) for case in quick]
+    if slow:
+        with GradingService(1, 1.5, ["MATH", "GSM8K", "DeepScaleR"], Rubric(grader=mode)) as service:
+            futures = [service.submit(answer) for _, answer, _ in slow]
+            graded += [(*case, future.result(300)) for case, future in zip(slow, futures, strict=True)]
+    differ = [
+        (name, verdict.reason, record)
+        for name, _, record, verdict in graded
+        if (verdict.reward, verdict.completed) != (record.get("reward", 0.0), bool(record.get("completed", 0)))
+    ]
+    assert not {name for name, *_ in differ} & {name for name, *_ in quick}, differ
+    assert all(verdict.reward is not None or verdict.reason == "timeout" for *_, verdict in graded)
     count = len(quick) + len(slow)
     record_property("figures", f"{mode}: {count - len(differ)} of {count} verdicts as recorded; others: {differ}")

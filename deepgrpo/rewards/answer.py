@@ -53,6 +53,12 @@ def own_words(text: str) -> str:
     return text[: end.start()] if end else text
 
 
+def usable_keys(ground_truth: Any) -> list[str]:
+    """Returns the accepted answers of a row, without empty ones."""
+    keys = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    return [text for key in keys if key is not None and (text := str(key).strip())]
+
+
 #### Data sources
 
 # The name here of the grader for the names that other projects give to data sources. A file keeps its own names, in metrics too.

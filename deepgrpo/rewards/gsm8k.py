@@ -35,7 +35,8 @@ def grade(answer: Answer, only_mark: bool = False) -> Grade:
     if not stated:
         return Grade(0.0, False, reason)
     right = numbers(str(answer.ground_truth))[-1] in stated
-    return Grade(float(right), True, "right" if right else "wrong", _written(stated[0]))
+    written = str(stated[0] if stated[0].denominator < 10**4 else float(stated[0]))
+    return Grade(float(right), True, "right" if right else "wrong", written)
 
 
 def final_number(text: str) -> tuple[tuple[Fraction, ...], str]:
@@ -43,7 +44,8 @@ def final_number(text: str) -> tuple[tuple[Fraction, ...], str]:
     text = latex.clean_lines(text)
     if marked := _marks(text):
         stated = [_first(mark) for mark in marked]
-        if stated[-1] and (len(set(stated) - {()}) > 1 or _alternatives(marked[-1])):
+        named = {side[0] for part in re.split(r"\bor\b", marked[-1]) if (side := numbers(part))}
+        if stated[-1] and (len(set(stated) - {()}) > 1 or len(named) > 1):
             return (), "hedge"
         return stated[-1], "unformatted"
     if boxes := latex.last_boxes(text):
@@ -61,11 +63,6 @@ def _marks(text: str) -> list[str]:
     """Returns what stands behind each mark of a final answer; behind the exact marks, if there are any."""
     found = [(match["mark"], match["stated"]) for match in _MARK.finditer(text)]
     return [stated for mark, stated in found if mark == "####"] or [stated for _, stated in found]
-
-
-def _alternatives(text: str) -> bool:
-    """Returns whether a statement names different numbers with "or" between them."""
-    return len({side[0] for part in re.split(r"\bor\b", text) if (side := numbers(part))}) > 1
 
 
 def _first(text: str) -> tuple[Fraction, ...]:
@@ -92,7 +89,3 @@ def numbers(text: str) -> list[Fraction]:
         value = value * _SCALES[match["scale"]] / int(match["below"] or 1)
         found.append(-value if minus else value)
     return found
-
-
-def _written(number: Fraction) -> str:
-    return str(number) if number.denominator < 10**4 else str(float(number))

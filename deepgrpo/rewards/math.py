@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from deepgrpo.rewards import compare, latex, sympy_reader
-from deepgrpo.rewards.answer import Answer, own_words
+from deepgrpo.rewards.answer import Answer, own_words, usable_keys
 from deepgrpo.rewards.expression import TooComplex
 from deepgrpo.types import Grade
 
@@ -35,8 +35,9 @@ def verdict(answer: Answer, boxes: Sequence[str] | None) -> Grade:
     text = ",".join(boxes or ()).strip()
     if not text.strip(", ") or (len(text) < 40 and not latex.canonical(latex.clean(text)).strip(",")):
         return Grade(0.0, False, "unformatted")
-    keys = usable_keys(answer.ground_truth)
-    if not keys:
+    # A key may be a whole solution; the word None is what a broken extraction leaves behind.
+    keys = [(latex.last_boxes(key) or [key])[-1].strip() if "\\boxed" in key else key for key in usable_keys(answer.ground_truth)]
+    if not (keys := [key for key in keys if key not in ("", "None")]):
         return Grade(None, True, "bad_key", text[:200])
     rules = compare.Rules(
         measured=answer.data_source in MEASURED,
@@ -46,28 +47,20 @@ def verdict(answer: Answer, boxes: Sequence[str] | None) -> Grade:
     )
     if sum(map(len, boxes)) > latex.MAX_RAW:
         return Grade(0.0, True, "too_long", text[:200])
-    return Grade(*_verdict(text, tuple(boxes), tuple(keys), rules), text[:200])
+    reason = _reason(text if len(boxes) > 1 else boxes[0], tuple(keys), rules)
+    return Grade(float(reason == "right"), True, reason, text[:200])
 
 
 @functools.lru_cache(maxsize=4096)  # the rollouts of a prompt repeat their answers
-def _verdict(text: str, boxes: tuple[str, ...], keys: tuple[str, ...], rules: compare.Rules) -> tuple[float, bool, str]:
+def _reason(text: str, keys: tuple[str, ...], rules: compare.Rules) -> str:
     reason = "wrong"
     for key in keys:
         try:
-            if compare.same(key, text if len(boxes) > 1 else boxes[0], rules):
-                return 1.0, True, "right"
+            if compare.same(key, text, rules):
+                return "right"
         except TooComplex:
             reason = "too_complex"
-    return 0.0, True, reason
-
-
-def usable_keys(ground_truth: str | float | Sequence[str]) -> list[str]:
-    """Returns the accepted answers of a row, without empty ones and the word None, which a broken extraction leaves behind."""
-    keys = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    texts = [str(key).strip() for key in keys]
-    boxed = [latex.last_boxes(text) if "\\boxed" in text else None for text in texts]
-    texts = [box[-1].strip() if box else text for text, box in zip(texts, boxed, strict=True)]
-    return [text for text in texts if text and text != "None"]
+    return reason
 
 
 #### Declared answers

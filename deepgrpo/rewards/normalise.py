@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 
 from deepgrpo.rewards import latex
@@ -289,12 +289,6 @@ def _omitted(key: str, answer: str, rules: Rules) -> bool:
     unit = key or answer
     measure = rules.bare_units and (unit in _UNITS.values() or not key and unit.count(" ") < 2)
     return not (key and answer) and (unit == "percent" or unit in _CURRENCIES.values() or measure)
-
-
-def usable_keys(ground_truth: str | Sequence[str]) -> list[str]:
-    """Returns the accepted answers of a row, without empty ones."""
-    keys = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    return [text for one in keys if one is not None and (text := str(one).strip())]
 
 
 def same_list(key: str, answer: str, rules: Rules) -> bool:

@@ -10,7 +10,7 @@ success is the answer's part of the reward.
 import re
 
 from deepgrpo.rewards import normalise
-from deepgrpo.rewards.answer import MAX_STATED, Answer, own_words
+from deepgrpo.rewards.answer import MAX_STATED, Answer, own_words, usable_keys
 from deepgrpo.types import TASK, Grade
 
 LEAK = r"<\s*/?\s*answer\b"  # whatever the case: a locked prefix with this has stated an answer, or has begun to
@@ -32,7 +32,7 @@ def grade(answer: Answer) -> Grade:
     response = own_words(answer.response)
     found = final_answers(answer.prefix, response)
     last = found[-1][:200] if found else ""
-    if not (golden := normalise.usable_keys(answer.ground_truth)):
+    if not (golden := usable_keys(answer.ground_truth)):
         return Grade(None, bool(found), "bad_key", last)
     right = bool(found) and all(any(normalise.same(key, one, normalise.Rules()) for key in golden) for one in found[-MAX_STATED:])
     reason = "right" if right else "wrong" if found else "unformatted"

@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from deepgrpo.rewards import latex, normalise
-from deepgrpo.rewards.answer import MAX_STATED, Answer, own_words, worst
+from deepgrpo.rewards.answer import MAX_STATED, Answer, own_words, usable_keys, worst
 from deepgrpo.types import Grade
 
 LEAK = r"<\s*/?\s*answer\b|\banswer\b[\s*_]{0,4}[:\uff1a]|\banswer\s+is\b"  # of a prefix that states an answer, or begins to
@@ -38,7 +38,7 @@ _WRAPPERS = " \t\r\n*_`\"'\u201c\u201d\u2018\u2019"
 
 def grade(answer: Answer) -> Grade:
     """Returns 1 if the final answer says the same as the key, else 0; no verdict where the row has no usable key."""
-    found, keys = stated(own_words(answer.response)), normalise.usable_keys(answer.ground_truth)
+    found, keys = stated(own_words(answer.response)), usable_keys(answer.ground_truth)
     if len(keys) > 1 and answer.data_source in LISTS:
         keys = ["|".join(keys)]  # one key's items; elsewhere a list holds choices
     if not keys:

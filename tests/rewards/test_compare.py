@@ -64,18 +64,6 @@ def test_leaves_that_the_parser_does_not_know_go_to_the_fallback():
     assert same(r"\int_0^1 x\,dx", r"\int_0^1 t\,dt", rules) and len(asked) == 1
 
 
-@pytest.mark.parametrize(
-    "answer",
-    ["9**9**9**9", "9^{9^{9^{9}}}", "1+" * 4000 + "1", "(" * 300 + "5", r"\sqrt{" * 90 + "2" + "}" * 90, "7" * 5000, "ab" * 2000],
-    ids=lambda text: text[:12],
-)
-def test_hostile_answers_are_refused(answer):
-    try:
-        assert not same(r"\frac{14}{3}", answer, Rules())
-    except TooComplex:
-        pass
-
-
 def test_random_text_never_raises():
     noise = random.Random(1)
     pieces = [

@@ -16,10 +16,14 @@ from deepgrpo.rewards.service import GradingService
 
 SIZE = 60_000
 PIECES = [
+    *("(", "7", "ab", "1+"),
     *(" ", "\n", "{", "\\boxed{", "\\boxed{5} and ", "#", "#### 5\n", "1,", "1 ", "answer is ", "The answer: ", "\\text{", "'"),
     *("\\sqrt{", "\\frac{1}{", "<answer>", "<answer>5</answer>", "5 hours and ", "is ", "(C) ", "\\pm 1", "\\begin{pmatrix} 1 &"),
 ]
-TOWERS = ["9^{9^{9^9}}", "(x+1)^{99999999}", "\\binom{1000000000}{500000000}", "\\binom{x}{999}", "((9!)!)!", "e^{e^{e^{e^{e}}}}"]
+TOWERS = [
+    *("9**9**9**9", "9^{9^{9^9}}", "(x+1)^{99999999}", "\\binom{1000000000}{500000000}", "\\binom{x}{999}", "((9!)!)!"),
+    "e^{e^{e^{e^{e}}}}",
+]
 KEYS = ("\\frac{14}{3}", "\\int_0^1 x\\,dx", "\\begin{vmatrix} 1 & 2 \\\\ 3 & 4 \\end{vmatrix}")  # our parser knows the first
 SOURCES = {"MATH": ("\\boxed{%s}", ["\\frac{14}{3}"]), "GSM8K": ("#### %s", "5"), "wikitq": ("<answer>%s</answer>", "a|b")}
 

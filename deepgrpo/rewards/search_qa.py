@@ -18,13 +18,11 @@ STRUCTURE = 0.2  # reward of valid structure without a right answer; a right ans
 ANSWERED = 0.1  # reward of a wrong answer in invalid structure
 
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
-_NEXT = {  # state between tags: what may open
-    "start": {"think"},
-    "after think": {"search", "answer"},
-    "after search": {"information"},
-    "after information": {"think"},
-    "after answer": set(),
-}
+_THINK, _SEARCH, _INFORMATION, _ANSWER = (
+    rf"\s*<{name}>(?:(?!</?(?:think|search|information|answer)>)[\s\S])*</{name}>"
+    for name in ("think", "search", "information", "answer")
+)
+_STRUCTURE = re.compile(rf"{_THINK}(?:{_SEARCH}{_INFORMATION}{_THINK})*{_ANSWER}\s*")
 
 
 def grade(answer: Answer) -> Grade:
@@ -38,7 +36,7 @@ def grade(answer: Answer) -> Grade:
     reason = "right" if right else "wrong" if found else "unformatted"
     reward = task = float(right)
     if not answer.validation:
-        valid = bool(response.strip()) and valid_structure(answer.prefix + response)
+        valid = bool(response.strip()) and _STRUCTURE.fullmatch(answer.prefix + response) is not None
         reward = 1 - STRUCTURE * (not valid) if right else STRUCTURE if valid else ANSWERED * bool(found)
     # What is not for the right answer itself is a part of its own: it makes no success.
     parts = ((TASK, task), ("structure", reward - task)) if reward != task else ()
@@ -62,20 +60,3 @@ def final_answers(prefix: str, response: str) -> list[str]:
         elif not closes and last_close.get(name, -1) > tag.start():
             inside, opened = name, None
     return list(filter(None, found)) if found and found[-1] else []
-
-
-def valid_structure(text: str) -> bool:
-    """Returns whether the tags of `text` follow the automaton, with free text only inside of them."""
-    state, end = "start", 0
-    for tag in _TAG.finditer(text):
-        closes, name = bool(tag[1]), tag[2]
-        if state in _NEXT:
-            if closes or name not in _NEXT[state] or text[end : tag.start()].strip():
-                return False
-            state = name
-        elif not closes or name != state:
-            return False
-        else:
-            state = f"after {name}"
-        end = tag.end()
-    return state == "after answer" and not text[end:].strip()

@@ -70,32 +70,15 @@ def _respelled(text: str) -> str:
     text = "0" + text if text[0] == "." else text
     sides = text.split("=")
     text = sides[1] if len(sides) == 2 and len(sides[0]) <= 2 else text
-    text = _braced_fractions(_braced_roots(text).replace(" ", ""))
+    if re.search(r"\\sqrt(\\sqrt|$)", text):
+        raise ValueError("a root of nothing")
+    text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", "")  # one character
+    if not re.search(r"\\frac(?!\{).?(\\frac|$)", text):  # fewer than two characters stop the others too
+        text = re.sub(r"\\frac([^{])\{", r"\\frac{\1}{", text)
+        text = re.sub(r"\\frac([^{])([^{])", r"\\frac{\1}{\2}", text)
     text = "\\frac{1}{2}" if text == "0.5" else text
     number = "(0|-?[1-9][0-9]*)"
     return re.sub(rf"^{number}/{number}$", r"\\frac{\1}{\2}", text)
-
-
-def _braced_roots(text: str) -> str:
-    """Writes \\sqrt3 as \\sqrt{3}, with one character in the braces."""
-    first, *others = text.split("\\sqrt")
-    return first + "".join("\\sqrt" + (other if other[0] == "{" else f"{{{other[0]}}}{other[1:]}") for other in others)
-
-
-def _braced_fractions(text: str) -> str:
-    """Writes \\frac12 and \\frac1{72} with braces. A fraction with fewer than two characters left stops the whole text."""
-    first, *others = text.split("\\frac")
-    done = first
-    for other in others:
-        if other[:1] == "{":
-            done += "\\frac" + other
-        elif len(other) < 2:
-            return text
-        elif other[1] == "{":
-            done += f"\\frac{{{other[0]}}}{other[1:]}"
-        else:
-            done += f"\\frac{{{other[0]}}}{{{other[1]}}}{other[2:]}"
-    return done
 
 
 #### Stage B: plain text and sympy

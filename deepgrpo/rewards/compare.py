@@ -19,7 +19,6 @@ from deepgrpo.rewards.forms import (
     Clock,
     Form,
     Items,
-    Matrix,
     Numeral,
     Relation,
     Sets,
@@ -87,9 +86,6 @@ def _match(key: Form, answer: Form, rules: Rules) -> bool:
     if isinstance(key, Sets | Items) and isinstance(answer, Sets | Items) and _unites(key) and _unites(answer):
         if _match_items(_members(key), _members(answer), rules):
             return True
-    if isinstance(key, Matrix) and isinstance(answer, Matrix):
-        cells = [[cell for row in matrix.rows for cell in row] for matrix in (key, answer)]
-        return [*map(len, key.rows)] == [*map(len, answer.rows)] and all(map(_equal_text, *cells))
     if isinstance(key, Value | Words | Numeral) and isinstance(answer, Value | Words | Numeral):
         return _match_leaf(key, answer, rules)
     return _same_set(key, answer)

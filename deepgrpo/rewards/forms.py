@@ -50,7 +50,7 @@ class Items:
 
 @dataclasses.dataclass(frozen=True)
 class Brackets:
-    """A tuple, a vector or an interval."""
+    """A tuple, a vector or an interval; with MATRIX for brackets, a matrix of rows or a row of cells."""
 
     opening: str
     closing: str
@@ -66,13 +66,6 @@ class Sets:
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix:
-    """Cells as clean text; a scalar factor is already multiplied in."""
-
-    rows: tuple[tuple[str, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Relation:
     """A chain such as `a < x <= b` or `y = 2x + 3`; `>` is written as `<`, with the sides turned round."""
 
@@ -80,9 +73,10 @@ class Relation:
     sides: tuple[str, ...]
 
 
-Form = Value | Words | Numeral | Clock | Items | Brackets | Sets | Matrix | Relation
+Form = Value | Words | Numeral | Clock | Items | Brackets | Sets | Relation
 
 MAX_NESTING = 12  # structures within structures
+MATRIX = "\\begin"
 
 _TOKEN = re.compile(
     rf"\\begin\{{\w+\*?\}}|\\end\{{\w+\*?\}}|\\[A-Za-z]+|\\.|{TEXT_OPEN}[^{TEXT_CLOSE}]*{TEXT_CLOSE}|<=|>=|.", re.DOTALL
@@ -198,7 +192,7 @@ def _single(text: str, nesting: int) -> Form:
     parts, joins = split(text, ("\\cup", "\\cap", "\\setminus").__contains__)
     if joins:
         return Sets(tuple(joins), tuple(parse(part, nesting + 1) for part in parts))
-    if (found := _MATRIX.match(text)) and (matrix := _matrix(found)):
+    if (found := _MATRIX.match(text)) and (matrix := _matrix(found, nesting + 1)):
         return matrix
     if inside := _enclosed(text, "\\{", "\\}"):
         return _set(inside[1], nesting)
@@ -356,7 +350,7 @@ def _set(inside: str, nesting: int) -> Form:
     return Items(inner.parts if isinstance(inner, Items) and not inner.braces else (inner,), braces=True)
 
 
-def _matrix(match: re.Match) -> Matrix | None:
+def _matrix(match: re.Match, nesting: int) -> Brackets | None:
     """Returns a matrix with the factor before or behind it multiplied in; None if something else stands there."""
     factor = unmarked(match["factor"]).strip()
     factor = factor[:-1].strip() if factor[-1:] in ("(", "[") else factor  # of \left( \begin{array}
@@ -366,6 +360,7 @@ def _matrix(match: re.Match) -> Matrix | None:
         return None
     if tail[1]:
         factor = f"({factor or 1}){'/' if tail[1] == '/' else '*'}({tail[2]})"
-    rows = [row for row in match["body"].split(ROW) if row.strip()]
-    cell = (lambda text: f"({factor})*({text.strip()})") if factor else str.strip
-    return Matrix(tuple(tuple(cell(text) for text in row.split("&")) for row in rows))
+    cell = f"({factor})*({{}})" if factor else "{}"
+    rows = (row.split("&") for row in match["body"].split(ROW) if row.strip())
+    cells = [tuple(parse(cell.replace("{}", text.strip()), nesting) for text in row) for row in rows]
+    return Brackets(MATRIX, MATRIX, tuple(Brackets(MATRIX, MATRIX, row) for row in cells))

@@ -409,7 +409,7 @@ def _real(form: Form) -> mpmath.mpf | None:
     if tree is None or expression.symbols(tree):
         return None
     try:
-        value = expression.numeric(tree, {})
-    except (ArithmeticError, ValueError):
+        value = expression.as_mpmath(expression.value(tree, {}))
+    except (ArithmeticError, ValueError, TooComplex):
         return None
     return mpmath.re(value) if mpmath.im(value) == 0 else None

@@ -52,14 +52,12 @@ _WEEKDAY = r"(?:\b(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)
 _DATES = [
     re.compile(pattern)
     for pattern in (
-        rf"{_WEEKDAY}(?<![\w.,/-]){_DAY}(?: of |[ -]){_MONTH}(?:,? |-){_YEAR}(?!\w)",
-        rf"{_WEEKDAY}\b{_MONTH} {_DAY},? {_YEAR}(?!\w)",
+        rf"{_WEEKDAY}(?<![\w.,/-]){_DAY}(?: of |[ -]){_MONTH}(?:(?:,? |-){_YEAR})?(?!\w)",
+        rf"{_WEEKDAY}\b{_MONTH} {_DAY}(?:,? {_YEAR})?(?!\w)",
         rf"(?<![\w.,/-]){_YEAR}(?:,? |-){_MONTH}[ -]{_DAY}(?!\w)",
         rf"(?<![\w.,/-]){_YEAR}(?P<gap>[-/.])(?P<month>\d{{1,2}})(?P=gap){_DAY}(?:[t ]00:00(?::00)?)?(?![\w/-])",
         r"(?<![\w.,/-])(?P<first>\d{1,2})(?P<gap>[-/.])(?P<second>\d{1,2})(?P=gap)(?P<year>\d{4})(?![\w/-])",
         rf"\b{_MONTH},? {_YEAR}(?!\w)",
-        rf"\b{_MONTH} {_DAY}(?!\w)",
-        rf"(?<![\w.,/-]){_DAY}(?: of | ){_MONTH}(?!\w)",
     )
 ]
 

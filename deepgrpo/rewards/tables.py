@@ -102,7 +102,9 @@ def unwrapped(text: str) -> str:
 
 #### DABench
 
-_FIELD = re.compile(r"@(\w+)\[")
+_FIELD = re.compile(  # brackets within a value nest; where they do not pair ([0, 5) is a value), it ends at the first one
+    r"@(\w+)\[(?:((?:(?!@\w+\[)[^\[\]]|\[[^\[\]]*\])*)|((?:(?!@\w+\[)[^\]])*))\]"
+)
 _LIST = re.compile(r"\[([^\[\]()]*)\]|\(([^\[\]()]*)\)")
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
@@ -116,29 +118,11 @@ def grade_named(answer: Answer) -> Grade:
 
 
 def _named_verdict(key: dict[str, Any], found: str) -> Grade:
-    values = fields(found)
+    values = {name: nested or plain for name, nested, plain in _FIELD.findall(found)}
     if not key.keys() <= values.keys():
         return Grade(0.0, False, "partial" if values else "unformatted", found.strip()[:200])
     right = all(same_value(str(value), values[name]) for name, value in key.items())
     return Grade(float(right), True, "right" if right else "wrong", found.strip()[:200])
-
-
-def fields(text: str) -> dict[str, str]:
-    """Returns the values that `text` names. Brackets nest; where they do not pair, a value ends at the first bracket."""
-    starts = list(_FIELD.finditer(text))
-    ends = [*(match.start() for match in starts[1:]), len(text)]
-    found = {}
-    for match, end in zip(starts, ends, strict=False):
-        inside, depth = text[match.end() : end], 1
-        first = close = inside.find("]")
-        for bracket in re.finditer(r"[\[\]]", inside):
-            depth += 1 if bracket.group() == "[" else -1
-            if depth == 0:
-                close = bracket.start()
-                break
-        if first >= 0:
-            found[match[1]] = inside[:close]
-    return found
 
 
 def same_value(key: str, found: str) -> bool:

@@ -15,59 +15,8 @@ import textwrap
 
 import ml_collections
 
-from configs import common
-
-BRANCHING = {
-    "teacher.enabled": False,
-    "curriculum.injection_mode": "add",
-    "objective.teacher_reduction": "separate_stream_mean",
-    "branches.tokens_per_node": 9,  # a line of a solution
-}
-SUFFIX_STEPS = common.TEACHER_ARMS["sft"] | {"optim.teacher.mini_batch_rows": 8}  # of 16 problems, hence at most 16 trees
-
-ARMS = {  # name: edits by dotted key
-    "forest": {},
-    "plain": {"curriculum.pool": "none"},
-    "plain_4x": {"curriculum.pool": "none", "train.student_tokens": 2_000_000},
-    "plain_rloo": {"curriculum.pool": "none", "objective.advantage": "rloo"},
-    "plain_dynamic": {"curriculum.pool": "none", "rollout.dynamic_sampling": 2},
-    # the teacher's tokens
-    "luffy": common.TEACHER_ARMS["luffy"],
-    "snis": common.TEACHER_ARMS["snis"],
-    "sft": SUFFIX_STEPS,
-    "sft_post_step": SUFFIX_STEPS | {"curriculum.suffix_sft": "post_step"},
-    # where a state ends
-    "cut_own": {"curriculum.cut": "own"},
-    "cut_random": {"curriculum.cut": "random"},
-    "cut_solution": {"curriculum.cut": "solution"},
-    # how much is injected
-    "ratio_6": {"curriculum.injection_ratio": 0.0625},
-    "ratio_12": {"curriculum.injection_ratio": 0.125},
-    "ratio_25": {"curriculum.injection_ratio": 0.25},
-    "ratio_50": {"curriculum.injection_ratio": 0.5},
-    "n_4": {"curriculum.rollout_n": 4},
-    "n_16": {"curriculum.rollout_n": 16},
-    # which corrections are accepted
-    "match_10": {"teacher.min_prefix_match_tokens": 10},
-    "match_50": {"teacher.min_prefix_match_tokens": 50},
-    "suffix_50": {"teacher.min_suffix_len": 50},
-    # how good the teacher is
-    "teacher_errs": {"teacher.oracle_error_rate": 0.5},
-    "teacher_wrong": {"teacher.oracle_error_rate": 1.0},
-    # how states are kept
-    "chain": {"curriculum.pool": "chain"},
-    "flat": {"curriculum.pool": "flat"},
-    "branches_inline": BRANCHING | {"curriculum.pool": "branches_inline"},
-    "branches": BRANCHING | {"curriculum.pool": "branches"},
-    "suffixes": BRANCHING
-    | {"teacher.enabled": True, "curriculum.pool": "suffixes", "objective.teacher_loss": "luffy", "branches.batch_threshold": 16},
-    "treerl": {"loop": "treerl", "curriculum.pool": "none", "treerl.M": 2},  # 10 responses a prompt
-    "retire_2": {"curriculum.retire_after": 2},
-    # what is looked at
-    "pass_at_k": {"evaluation.n": 256, "evaluation.temperature": 1.0},
-    "ahead": {"rollout.max_staleness": 1, "objective.tis_cap": 2.0},
-    "dumps": {"telemetry.rollouts_every": 1},
-}
+from configs import carry_chain
+from configs.carry_chain import ARMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +105,6 @@ QUESTIONS = {
 
 
 def get_config(arm: str = "forest") -> ml_collections.ConfigDict:
-    from configs import carry_chain  # which takes its arms from here
-
     return carry_chain.get_config(arm)
 
 

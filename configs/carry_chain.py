@@ -5,8 +5,8 @@
     python -m deepgrpo.train --config=configs/carry_chain.py --config.name=plain --config.curriculum.pool=none
 
 Both arms sample the same number of student tokens (train.student_tokens); nothing else differs. The teacher is the rule-based
-one, asked over HTTP. `launch/demo.sh` runs all of it and plots both curves. `configs/carry_chain.py:ARM` runs an ablation of
-configs/ablations.py: `:plain`, `:luffy`, `:cut_random` and so on.
+one, asked over HTTP. `launch/demo.sh` runs all of it and plots both curves. `configs/carry_chain.py:ARM` runs an ablation:
+`:plain`, `:luffy`, `:cut_random` and so on; `python -m configs.ablations` sorts them by the question that they answer.
 Hardware: 2 CPU cores. Time: warm start 1 minute, plain 20 s, forest 1 minute the first time (half of it compilation).
 Result (3 seeds, greedy, 128 held-out questions, 500,000 student tokens): plain 0.000 in each; forest 0.661, 95 % interval
 [0.648, 0.672] of the mean, lowest seed 0.648. Every group of the plain arm fails as a whole, so it never gets a gradient.
@@ -14,10 +14,62 @@ Result (3 seeds, greedy, 128 held-out questions, 500,000 student tokens): plain 
 
 import ml_collections
 
-from configs import ablations, common
+from configs import common
 from deepgrpo.data import carry_chain
 
 section = ml_collections.ConfigDict
+
+BRANCHING = {
+    "teacher.enabled": False,
+    "curriculum.injection_mode": "add",
+    "objective.teacher_reduction": "separate_stream_mean",
+    "branches.tokens_per_node": 9,  # a line of a solution
+}
+SUFFIX_STEPS = common.TEACHER_ARMS["sft"] | {"optim.teacher.mini_batch_rows": 8}  # of 16 problems, hence at most 16 trees
+
+ARMS = {  # name: edits by dotted key
+    "forest": {},
+    "plain": {"curriculum.pool": "none"},
+    "plain_4x": {"curriculum.pool": "none", "train.student_tokens": 2_000_000},
+    "plain_rloo": {"curriculum.pool": "none", "objective.advantage": "rloo"},
+    "plain_dynamic": {"curriculum.pool": "none", "rollout.dynamic_sampling": 2},
+    # the teacher's tokens
+    "luffy": common.TEACHER_ARMS["luffy"],
+    "snis": common.TEACHER_ARMS["snis"],
+    "sft": SUFFIX_STEPS,
+    "sft_post_step": SUFFIX_STEPS | {"curriculum.suffix_sft": "post_step"},
+    # where a state ends
+    "cut_own": {"curriculum.cut": "own"},
+    "cut_random": {"curriculum.cut": "random"},
+    "cut_solution": {"curriculum.cut": "solution"},
+    # how much is injected
+    "ratio_6": {"curriculum.injection_ratio": 0.0625},
+    "ratio_12": {"curriculum.injection_ratio": 0.125},
+    "ratio_25": {"curriculum.injection_ratio": 0.25},
+    "ratio_50": {"curriculum.injection_ratio": 0.5},
+    "n_4": {"curriculum.rollout_n": 4},
+    "n_16": {"curriculum.rollout_n": 16},
+    # which corrections are accepted
+    "match_10": {"teacher.min_prefix_match_tokens": 10},
+    "match_50": {"teacher.min_prefix_match_tokens": 50},
+    "suffix_50": {"teacher.min_suffix_len": 50},
+    # how good the teacher is
+    "teacher_errs": {"teacher.oracle_error_rate": 0.5},
+    "teacher_wrong": {"teacher.oracle_error_rate": 1.0},
+    # how states are kept
+    "chain": {"curriculum.pool": "chain"},
+    "flat": {"curriculum.pool": "flat"},
+    "branches_inline": BRANCHING | {"curriculum.pool": "branches_inline"},
+    "branches": BRANCHING | {"curriculum.pool": "branches"},
+    "suffixes": BRANCHING
+    | {"teacher.enabled": True, "curriculum.pool": "suffixes", "objective.teacher_loss": "luffy", "branches.batch_threshold": 16},
+    "treerl": {"loop": "treerl", "curriculum.pool": "none", "treerl.M": 2},  # 10 responses a prompt
+    "retire_2": {"curriculum.retire_after": 2},
+    # what is looked at
+    "pass_at_k": {"evaluation.n": 256, "evaluation.temperature": 1.0},
+    "ahead": {"rollout.max_staleness": 1, "objective.tis_cap": 2.0},
+    "dumps": {"telemetry.rollouts_every": 1},
+}
 
 
 def warm_start() -> ml_collections.ConfigDict:
@@ -70,5 +122,5 @@ def get_config(arm: str = "") -> ml_collections.ConfigDict:
     config.learner.buckets, config.learner.micro_batch_tokens, config.learner.logprob_block = (112,), 128 * 112, 4096
     config.validation.every = 10
     config.checkpoint.every, config.telemetry.rollouts_every = 0, 0
-    common.edit(config, ablations.ARMS, arm or "forest")
+    common.edit(config, ARMS, arm or "forest")
     return config

@@ -336,4 +336,4 @@ def get_config() -> ml_collections.ConfigDict:
     config.telemetry.tensorboard = True
     config.telemetry.rollouts_every = 10  # steps between dumps of all rollouts; 0: never
     config.telemetry.progress = True  # a live line
-    return config
+    return config.lock()  # a mistyped key in an experiment is an error with the nearest name

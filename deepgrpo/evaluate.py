@@ -11,16 +11,44 @@ the protocol is in `evaluation`, `data` and `rollout`. Killed, the same command 
 """
 
 import argparse
+import collections
+import contextlib
+import dataclasses
+import datetime
+import hashlib
 import json
+import logging
 import pathlib
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from deepgrpo import config as config_lib
+from deepgrpo.config import flags
 from deepgrpo.config.constraints import CHOICES
 from deepgrpo.config.streams import steady, tool
+from deepgrpo.data import dataset as dataset_lib
+from deepgrpo.data import readers, templates
+from deepgrpo.data import tokenizer as tokenizer_lib
+from deepgrpo.data.contamination import overlap
+from deepgrpo.learner import sharding
+from deepgrpo.loops import reasoning
+from deepgrpo.loops.base import Setting
 from deepgrpo.preflight import check_inputs
+from deepgrpo.rewards.grade import check_sources, rubric_of
+from deepgrpo.rewards.setup import open_grading
+from deepgrpo.rollout.engine import Sampling
+from deepgrpo.telemetry import answers as answers_lib
+from deepgrpo.telemetry import compare as compare_lib
+from deepgrpo.telemetry import evaluation_tables as tables
+from deepgrpo.telemetry.log import close_log, end_step, open_log
+from deepgrpo.telemetry.regrade import Marks, grader_version, regrade, result_of
+from deepgrpo.types import Problem, Prompt
+from deepgrpo.weights import best, fixed, run_folder, runs
+from deepgrpo.weights.setup import open_engine
 
 GRADERS = CHOICES["rewards.grader"]
 OWN = ("--checkpoint=RUN", "--best", "--model=FOLDER", "--out=FOLDER", "--regrade=FOLDER", "compare")  # besides --config
@@ -55,8 +83,6 @@ def configure(args: argparse.Namespace, rest: list[str]):
     """The configuration, and the step's folder if a checkpoint is evaluated; mistakes and missing files end here."""
     step, model = None, args.model
     if args.checkpoint:
-        from deepgrpo.weights import runs
-
         step = runs.step_folder(args.checkpoint, args.best)
         model = args.model or runs.starting_model(step)
         runs.require_vocabulary(step, model)
@@ -69,41 +95,6 @@ def configure(args: argparse.Namespace, rest: list[str]):
         print(f"warning: {warning}", file=sys.stderr)
     return config, step
 
-
-if __name__ == "__main__" and sys.argv[1:2] != ["compare"]:
-    steady()
-    ARGS, REST = arguments(sys.argv[1:])
-    with config_lib.Setup("error"):
-        CONFIG, STEP = (None, None) if ARGS.regrade else configure(ARGS, REST)
-
-import collections  # noqa: E402
-import contextlib  # noqa: E402
-import dataclasses  # noqa: E402
-import datetime  # noqa: E402
-import hashlib  # noqa: E402
-import logging  # noqa: E402
-import subprocess  # noqa: E402
-
-import jax  # noqa: E402
-
-from deepgrpo.data import dataset as dataset_lib  # noqa: E402
-from deepgrpo.data import readers, templates  # noqa: E402
-from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
-from deepgrpo.data.contamination import overlap  # noqa: E402
-from deepgrpo.learner import sharding  # noqa: E402
-from deepgrpo.loops import reasoning  # noqa: E402
-from deepgrpo.loops.base import Setting  # noqa: E402
-from deepgrpo.rewards.grade import check_sources, rubric_of  # noqa: E402
-from deepgrpo.rewards.setup import open_grading  # noqa: E402
-from deepgrpo.rollout.engine import Sampling  # noqa: E402
-from deepgrpo.telemetry import answers as answers_lib  # noqa: E402
-from deepgrpo.telemetry import compare as compare_lib  # noqa: E402
-from deepgrpo.telemetry import evaluation_tables as tables  # noqa: E402
-from deepgrpo.telemetry.log import close_log, end_step, open_log  # noqa: E402
-from deepgrpo.telemetry.regrade import Marks, grader_version, regrade, result_of  # noqa: E402
-from deepgrpo.types import Problem, Prompt  # noqa: E402
-from deepgrpo.weights import best, fixed, run_folder, runs  # noqa: E402
-from deepgrpo.weights.setup import open_engine  # noqa: E402
 
 log = logging.getLogger("deepgrpo.evaluate")  # by its name: __name__ is __main__ here
 
@@ -286,13 +277,27 @@ def open_policy(config, step, stack: contextlib.ExitStack, vocabulary, sampling:
     return engine
 
 
+def parse(argv: Sequence[str]) -> tuple:
+    """What `command` takes: the words after "compare", or our flags, and configuration and step of a new evaluation."""
+    if argv[1:2] == ["compare"]:
+        return argv[2:], None, None, None
+    args, rest = arguments(argv[1:])
+    with config_lib.Setup("error"):
+        return None, args, *((None, None) if args.regrade else configure(args, rest))
+
+
+def command(compared: Sequence[str] | None, args: argparse.Namespace, config, step: pathlib.Path | None) -> int | None:
+    if compared is None and not args.regrade:
+        steady()
+        main(config, step, args.out)
+        return None
+    with tool():
+        if compared is not None:
+            return compare_lib.main(compared)
+        result, changes = regrade(args.regrade, args.grader)
+        tables.show(tables.of_result(result))
+        print(changes)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["compare"] or ARGS.regrade:
-        with tool():
-            if sys.argv[1:2] == ["compare"]:
-                sys.exit(compare_lib.main(sys.argv[2:]))
-            result, changes = regrade(ARGS.regrade, ARGS.grader)
-            tables.show(tables.of_result(result))
-            print(changes)
-    else:
-        main(CONFIG, STEP, ARGS.out)
+    flags.run(command, parse, lasting=False)

@@ -9,9 +9,46 @@ If data and tokenizer are there, prompts are counted.
 """
 
 import argparse
+import dataclasses
+import json
+import math
+import os
+import pathlib
 import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from deepgrpo import config as config_lib
+from deepgrpo.config import flags as flags_lib
+from deepgrpo.config.branch_rules import TEACHERLESS
+from deepgrpo.config.constraints import ORACLE
+from deepgrpo.config.streams import tool
+from deepgrpo.data import dataset as dataset_lib
+from deepgrpo.data import tokenizer as tokenizer_lib
+from deepgrpo.learner import flops, memory, packing, placement, sharding
+from deepgrpo.learner import programs as programs_lib
+from deepgrpo.learner.minibatch import (
+    cut,
+    injection_count,
+    least_prompts,
+    responses_per_prompt,
+    step_rows,
+)
+from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER, Objective
+from deepgrpo.learner.optim import Optim
+from deepgrpo.learner.rows import Row
+from deepgrpo.model import presets
+from deepgrpo.model.attention import choose_backend
+from deepgrpo.model.config import ModelConfig
+from deepgrpo.model.transformer import Placement, Transformer, abstract_params
+from deepgrpo.teacher.prompts import plain_prompt
+from deepgrpo.telemetry import terminal
+from deepgrpo.telemetry.plan_tables import show
+from deepgrpo.types import as_ids
+from deepgrpo.weights.model_folder import context_problems
 
 FLAGS = ("--device=KIND", "--devices=N", "--preset=NAME", "--mfu=SHARE", "--compile", "--json")  # named when one is mistyped
 DEVICES = {  # name: JAX's device_kind (which flops.PEAKS knows), memory in GB, its bandwidth in GB/s; as the vendors state them
@@ -74,47 +111,6 @@ def share(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return value
 
-
-if __name__ == "__main__":
-    ARGUMENTS, LINE, CONFIG = parse(sys.argv)  # a mistyped key ends here, before JAX starts
-
-import dataclasses  # noqa: E402
-import json  # noqa: E402
-import math  # noqa: E402
-import os  # noqa: E402
-import pathlib  # noqa: E402
-from typing import Any  # noqa: E402
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-
-from deepgrpo.config.branch_rules import TEACHERLESS  # noqa: E402
-from deepgrpo.config.constraints import ORACLE  # noqa: E402
-from deepgrpo.config.streams import tool  # noqa: E402
-from deepgrpo.data import dataset as dataset_lib  # noqa: E402
-from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
-from deepgrpo.learner import flops, memory, packing, placement, sharding  # noqa: E402
-from deepgrpo.learner import programs as programs_lib  # noqa: E402
-from deepgrpo.learner.minibatch import (  # noqa: E402
-    cut,
-    injection_count,
-    least_prompts,
-    responses_per_prompt,
-    step_rows,
-)
-from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER, Objective  # noqa: E402
-from deepgrpo.learner.optim import Optim  # noqa: E402
-from deepgrpo.learner.rows import Row  # noqa: E402
-from deepgrpo.model import presets  # noqa: E402
-from deepgrpo.model.attention import choose_backend  # noqa: E402
-from deepgrpo.model.config import ModelConfig  # noqa: E402
-from deepgrpo.model.transformer import Placement, Transformer, abstract_params  # noqa: E402
-from deepgrpo.teacher.prompts import plain_prompt  # noqa: E402
-from deepgrpo.telemetry import terminal  # noqa: E402
-from deepgrpo.telemetry.plan_tables import show  # noqa: E402
-from deepgrpo.types import as_ids  # noqa: E402
-from deepgrpo.weights.model_folder import context_problems  # noqa: E402
 
 STATES = ("forest", "chain", "flat")  # pools whose states are injected with rollouts of their own
 CHARACTERS_PER_TOKEN = 4  # of English text
@@ -477,7 +473,8 @@ def compiled(config: Any, model: ModelConfig, devices: int, shape: packing.Shape
     }
 
 
-def main(arguments: argparse.Namespace, config: Any) -> None:
+@tool()
+def main(arguments: argparse.Namespace, line: config_lib.CommandLine, config: Any) -> None:
     if not arguments.compile:
         jax.config.update("jax_platforms", "cpu")  # a plan must not take a device's memory from whoever uses it
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -493,5 +490,4 @@ def main(arguments: argparse.Namespace, config: Any) -> None:
 
 
 if __name__ == "__main__":
-    with tool():
-        main(ARGUMENTS, CONFIG)
+    flags_lib.run(main, parse, lasting=False)

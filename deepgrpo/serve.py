@@ -19,30 +19,24 @@ import pathlib
 import shutil
 import signal
 import socket
-import sys
 import threading
 
+import jax
+
 from deepgrpo import config as config_lib
-from deepgrpo.config.streams import steady
+from deepgrpo.config import flags
 from deepgrpo.preflight import model_problems, vllm_python_problems
-
-if __name__ == "__main__":
-    steady()
-    CONFIG, _ = config_lib.from_command_line(sys.argv)  # a mistyped key ends here, before JAX is imported
-
-import jax  # noqa: E402
-
-from deepgrpo.rollout.vllm_server import VllmServerError  # noqa: E402
-from deepgrpo.telemetry.log import close_log, open_log  # noqa: E402
-from deepgrpo.weights.room import weights_root  # noqa: E402
-from deepgrpo.weights.setup import serving_model, start_server  # noqa: E402
+from deepgrpo.rollout.vllm_server import VllmServerError
+from deepgrpo.telemetry.log import close_log, open_log
+from deepgrpo.weights.room import weights_root
+from deepgrpo.weights.setup import serving_model, start_server
 
 LOOK_SECONDS = 2.0  # between two looks at the servers
 
 log = logging.getLogger("deepgrpo.serve")  # by its name: __name__ is __main__ here
 
 
-def main(config) -> int:
+def main(config, line) -> int:
     """Returns the exit status once it was told to stop (0), or a server could not be started (1)."""
     folder = pathlib.Path(config.run_dir, config.name, "serve")
     with config_lib.Setup(f"serve {config.name} cannot start", folder / "log.txt") as setup, contextlib.ExitStack() as stack:
@@ -101,4 +95,4 @@ def serve(config, token: str, stop: threading.Event, setup: config_lib.Setup) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main(CONFIG))
+    flags.run(main, config_lib.from_command_line)

@@ -15,51 +15,44 @@ One step, in the order of the banners below:
 The teacher works beside it: it corrects failures, and each prefix that student and corrected answer share becomes a new state.
 """
 
-import sys
+import concurrent.futures
+import contextlib
+import dataclasses
+import gc
+import logging
+
+import jax
+import jax.numpy as jnp
 
 from deepgrpo import config as config_lib
-from deepgrpo.config.streams import steady
-
-if __name__ == "__main__":
-    steady()
-    CONFIG, LINE = config_lib.from_command_line(sys.argv)  # a mistyped key or a missing file ends here, before JAX starts
-
-import concurrent.futures  # noqa: E402
-import contextlib  # noqa: E402
-import dataclasses  # noqa: E402
-import gc  # noqa: E402
-import logging  # noqa: E402
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-
-from deepgrpo.curriculum import branches, chain, flat, forest, none, suffix_sft  # noqa: E402
-from deepgrpo.curriculum import suffixes as suffixes_lib  # noqa: E402
-from deepgrpo.data import dataset as dataset_lib  # noqa: E402
-from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
-from deepgrpo.learner import distributed, nonfinite, sharding  # noqa: E402
-from deepgrpo.learner.attach import find_continuations  # noqa: E402
-from deepgrpo.learner.learner import Learner, PendingUpdate  # noqa: E402
-from deepgrpo.learner.minibatch import least_prompts, step_rows  # noqa: E402
-from deepgrpo.learner.stop import Stop  # noqa: E402
-from deepgrpo.learner.training_rows import Idle, training_rows  # noqa: E402
-from deepgrpo.loops import dynamic, reasoning, treerl  # noqa: E402
-from deepgrpo.loops.base import Setting, with_branches, with_sampling  # noqa: E402
-from deepgrpo.model.config import ModelConfig  # noqa: E402
-from deepgrpo.model.transformer import abstract_params  # noqa: E402
-from deepgrpo.preflight import check_inputs  # noqa: E402
-from deepgrpo.rewards.grade import rubric_of  # noqa: E402
-from deepgrpo.rewards.setup import open_grading  # noqa: E402
-from deepgrpo.rewards.weighted import part_means  # noqa: E402
-from deepgrpo.rollout.engine import Sampling  # noqa: E402
-from deepgrpo.teacher.setup import open_teacher  # noqa: E402
-from deepgrpo.telemetry import alerts, diagnostics, dumps, statistics  # noqa: E402
-from deepgrpo.telemetry.log import end_step  # noqa: E402
-from deepgrpo.telemetry.metrics import Metrics  # noqa: E402
-from deepgrpo.telemetry.progress import Progress, Timer, told  # noqa: E402
-from deepgrpo.types import Prompt  # noqa: E402
-from deepgrpo.weights import best, hf, run_folder  # noqa: E402
-from deepgrpo.weights.setup import open_engine, storing  # noqa: E402
+from deepgrpo.config import flags
+from deepgrpo.curriculum import branches, chain, flat, forest, none, suffix_sft
+from deepgrpo.curriculum import suffixes as suffixes_lib
+from deepgrpo.data import dataset as dataset_lib
+from deepgrpo.data import tokenizer as tokenizer_lib
+from deepgrpo.learner import distributed, nonfinite, sharding
+from deepgrpo.learner.attach import find_continuations
+from deepgrpo.learner.learner import Learner, PendingUpdate
+from deepgrpo.learner.minibatch import least_prompts, step_rows
+from deepgrpo.learner.stop import Stop
+from deepgrpo.learner.training_rows import Idle, training_rows
+from deepgrpo.loops import dynamic, reasoning, treerl
+from deepgrpo.loops.base import Setting, with_branches, with_sampling
+from deepgrpo.model.config import ModelConfig
+from deepgrpo.model.transformer import abstract_params
+from deepgrpo.preflight import check_inputs
+from deepgrpo.rewards.grade import rubric_of
+from deepgrpo.rewards.setup import open_grading
+from deepgrpo.rewards.weighted import part_means
+from deepgrpo.rollout.engine import Sampling
+from deepgrpo.teacher.setup import open_teacher
+from deepgrpo.telemetry import alerts, diagnostics, dumps, statistics
+from deepgrpo.telemetry.log import end_step
+from deepgrpo.telemetry.metrics import Metrics
+from deepgrpo.telemetry.progress import Progress, Timer, told
+from deepgrpo.types import Prompt
+from deepgrpo.weights import best, hf, run_folder
+from deepgrpo.weights.setup import open_engine, storing
 
 log = logging.getLogger("deepgrpo.train")  # by its name: __name__ is __main__ here
 
@@ -362,4 +355,4 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
 
 
 if __name__ == "__main__":
-    main(CONFIG, LINE)
+    flags.run(main, config_lib.from_command_line)

@@ -9,35 +9,29 @@ out. The recipe is `warm_start()` in the experiment's file; its hash names the f
 recipe makes another one.
 """
 
-import sys
+import functools
+import json
+import pathlib
+import runpy
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax import contrib
 
 from deepgrpo import config as config_lib
-from deepgrpo.config.streams import steady
-
-if __name__ == "__main__":
-    steady()
-    CONFIG, LINE = config_lib.from_command_line(sys.argv)  # a mistyped key ends here, before JAX starts
-
-import functools  # noqa: E402
-import json  # noqa: E402
-import pathlib  # noqa: E402
-import runpy  # noqa: E402
-import tempfile  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable, Mapping  # noqa: E402
-from typing import Any  # noqa: E402
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from optax import contrib  # noqa: E402
-
-from deepgrpo.data import carry_chain, templates  # noqa: E402
-from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
-from deepgrpo.model.config import ModelConfig  # noqa: E402
-from deepgrpo.model.transformer import Transformer  # noqa: E402
-from deepgrpo.weights import files, hf  # noqa: E402
+from deepgrpo.config import flags
+from deepgrpo.config.streams import tool
+from deepgrpo.data import carry_chain, templates
+from deepgrpo.data import tokenizer as tokenizer_lib
+from deepgrpo.model.config import ModelConfig
+from deepgrpo.model.transformer import Transformer
+from deepgrpo.weights import files, hf
 
 RECORD = "warm_start.json"  # in the student's folder: the recipe that made it and what it can do
 STEPS_PER_CALL = 50  # of one compiled scan
@@ -255,5 +249,4 @@ def report(ability: Mapping[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    with config_lib.Setup("error"):
-        main(CONFIG, LINE)
+    flags.run(tool()(main), config_lib.from_command_line, lasting=False)

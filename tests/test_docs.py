@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from configs import common
 from deepgrpo import config as config_lib
-from deepgrpo.config import command_line
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -15,7 +15,7 @@ CODE += sorted((ROOT / "launch").glob("*.sh"))
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in [*PAGES, *CODE]}
 DOCUMENTED = [name for name in TEXTS if name.endswith(".md") or name.startswith("configs/")]
 
-KEYS = command_line.flatten(command_line.load(command_line.SCHEMA, None))
+KEYS = config_lib.flatten(common.get_config())
 SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
 FILES = ("py", "md", "sh", "json", "jsonl", "html", "parquet", "txt", "png", "safetensors")  # `train.py` is no key of `train`
 ROOMS = "|".join(path.name for path in (ROOT / "deepgrpo").iterdir() if path.is_dir() and path.name != "__pycache__")

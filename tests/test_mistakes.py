@@ -33,9 +33,9 @@ def test_a_students_folder_that_is_in_use_is_refused_before_the_training(tmp_pat
 def test_serving_without_vllm_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setenv("DEEPGRPO_VLLM_TOKEN", "secret")
     absent = [f"--config.vllm.python={tmp_path}/python", f"--config.model.path={tmp_path}/model"]
-    config, _ = config_lib.from_command_line(["serve", DEMO, "--config.rollout.engine=vllm", *absent])
+    config, line = config_lib.from_command_line(["serve", DEMO, "--config.rollout.engine=vllm", *absent])
     with pytest.raises(config_lib.ConfigError) as error:
-        serve.main(config)
+        serve.main(config, line)
     assert "launch/vllm_env.sh" in str(error.value) and "model does not exist" in str(error.value)  # both at once
 
 

@@ -4,16 +4,16 @@ import json
 
 import pytest
 
+from configs import common
 from deepgrpo import config as config_lib
 from deepgrpo import preflight
-from deepgrpo.config import command_line
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    config = command_line.load(command_line.SCHEMA, None)
+    config = common.get_config()
     config.name, config.model.path = "run", str(tmp_path / "model")
     config.data.train = (f"gsm8k:{tmp_path}/train.jsonl",)
     config.data.validation = ("carry_chain:heldout:8",)

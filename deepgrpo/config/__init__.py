@@ -3,9 +3,14 @@
 Nothing in here imports JAX or loads a model: a mistyped key, a missing file or an unreachable teacher is reported within seconds.
 """
 
-from deepgrpo.config.command_line import CommandLine, flatten, from_command_line, validate
-from deepgrpo.config.constraints import process_problems
+from collections.abc import Sequence
+
+from ml_collections import config_dict
+
+from deepgrpo.config import flags
+from deepgrpo.config.constraints import process_problems, validate
 from deepgrpo.config.errors import ConfigError, Finding, Setup
+from deepgrpo.config.flags import CommandLine, flatten
 from deepgrpo.config.resolved import began, run_folder, write_resolved
 
 __all__ = [
@@ -21,3 +26,10 @@ __all__ = [
     "validate",
     "write_resolved",
 ]
+
+
+def from_command_line(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[config_dict.ConfigDict, CommandLine]:
+    """Reads the command line as `flags.read` does and checks every value; raises ConfigError with all problems."""
+    config, line = flags.read(argv, others)
+    validate(config)
+    return config, line

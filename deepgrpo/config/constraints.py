@@ -10,6 +10,8 @@ from ml_collections import config_dict
 
 from deepgrpo.config import branch_rules, curriculum_rules, data_rules, diagnostics_rules, objective_rules, treerl_rules
 from deepgrpo.config.data_rules import GENERATED
+from deepgrpo.config.errors import ConfigError
+from deepgrpo.config.flags import flatten
 
 ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
 
@@ -149,6 +151,8 @@ RANGES = {  # key: interval of its value or of each element
 
 def inside(value: float, interval: str) -> bool:
     """Whether `value` lies in an interval as written in mathematics, `(0, 1]`; `inf` stands for no bound."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
     low, high = (float(end) for end in interval[1:-1].split(","))
     return (value > low or (interval[0] == "[" and value == low)) and (value < high or (interval[-1] == "]" and value == high))
 
@@ -487,3 +491,10 @@ def judge_rules(config: config_dict.ConfigDict) -> list[Rule]:
             "expected the folder of an earlier run's replies (<run>/judge); it does not exist",
         ),
     ]
+
+
+def validate(config: config_dict.ConfigDict) -> None:
+    """Raises one ConfigError with every value out of its range and every combination that cannot work."""
+    if found := problems(config, flatten(config)):
+        plural = f"{len(found)} problems" if len(found) > 1 else "1 problem"
+        raise ConfigError("\n  ".join([f"configuration error (values): {plural}", *found]))

@@ -12,8 +12,8 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from deepgrpo.config.command_line import ROOT, CommandLine, flatten
 from deepgrpo.config.errors import ConfigError
+from deepgrpo.config.flags import ROOT, CommandLine, flatten
 from deepgrpo.config.forest_folder import read_json, vocabulary_of_model
 
 PACKAGES = (

@@ -6,10 +6,10 @@ Only keys whose value is not the default of configs/common.py are told, and none
 from ml_collections import config_dict
 
 from deepgrpo.config.branch_rules import BRANCHING
-from deepgrpo.config.command_line import SCHEMA, flatten, load
 from deepgrpo.config.constraints import ORACLE
 from deepgrpo.config.curriculum_rules import BY_RATIO
 from deepgrpo.config.errors import Finding
+from deepgrpo.config.flags import flatten, load_schema
 
 Unused = tuple[bool, str, tuple[str, ...]]  # whether these keys (or sections, by their dot) do nothing, what would use them, keys
 
@@ -69,7 +69,7 @@ def unused(config: config_dict.ConfigDict) -> list[Unused]:
 
 def settings_problems(config: config_dict.ConfigDict) -> list[Finding]:
     """A warning for each reason why settings do nothing, and for combinations that quietly do what nobody wants."""
-    flat, defaults = flatten(config), flatten(load(SCHEMA, None))
+    flat, defaults = flatten(config), flatten(load_schema())
     chosen = [key for key, value in flat.items() if value != defaults[key]]
     found = []
     for nothing, user, keys in unused(config):

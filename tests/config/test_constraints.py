@@ -2,8 +2,9 @@
 
 import pytest
 
+from configs import common
 from deepgrpo import config as config_lib
-from deepgrpo.config import command_line, constraints, curriculum_rules
+from deepgrpo.config import constraints, curriculum_rules, flags
 
 POSSIBLE = (
     *("--config.name=run", "--config.model.path=models/m"),
@@ -19,7 +20,7 @@ def parse(*overrides):
     """Overrides on top of a possible run; one of a key that `POSSIBLE` sets takes its place."""
     keys = {override.partition("=")[0] for override in overrides}
     base = [override for override in POSSIBLE if override.partition("=")[0] not in keys]
-    return config_lib.from_command_line(["train.py", f"--config={command_line.SCHEMA}", *base, *overrides])
+    return config_lib.from_command_line(["train.py", f"--config={flags.SCHEMA}", *base, *overrides])
 
 
 def message(*overrides) -> str:
@@ -107,7 +108,7 @@ def test_the_four_arms_are_possible(arm):
 
 
 def test_every_number_has_a_range():
-    flat = config_lib.flatten(command_line.load(command_line.SCHEMA, None))
+    flat = config_lib.flatten(common.get_config())
     numbers = {key for key, value in flat.items() if type(value) in (int, float)}
     assert numbers - constraints.RANGES.keys() == {"rewards.threshold"}  # any number is a threshold
     assert not (constraints.RANGES.keys() | constraints.CHOICES.keys()) - flat.keys()

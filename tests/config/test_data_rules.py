@@ -3,8 +3,7 @@
 import pytest
 
 from configs import carry_chain
-from deepgrpo.config import constraints, data_rules
-from deepgrpo.config.command_line import flatten
+from deepgrpo.config import constraints, data_rules, flatten
 from deepgrpo.data import readers
 
 RIGHT = ("carry_chain:train:4", "carry_chain:heldout:16", "arithmetic:train:3", "arithmetic:heldout:2:1", "arithmetic:train:2:3")

@@ -4,13 +4,13 @@ import pytest
 
 from configs import ablations, common
 from deepgrpo import config as config_lib
-from deepgrpo.config import command_line
+from deepgrpo.config import flags
 
-CHOICES = [path for path in command_line.experiments() if path != "configs/smollm2.py"]
+CHOICES = [path for path in flags.experiments() if path != "configs/smollm2.py"]
 
 
 def load(experiment: str):
-    return config_lib.from_command_line(["train.py", f"--config={command_line.ROOT / experiment}"])[0]
+    return config_lib.from_command_line(["train.py", f"--config={flags.ROOT / experiment}"])[0]
 
 
 ARMS = [f"{path}:{arm}" for path in ("configs/gsm8k_0p5b.py", "configs/math_1p5b.py") for arm in common.TEACHER_ARMS]
@@ -19,7 +19,7 @@ OF_THE_DEMO = [f"configs/carry_chain.py:{arm}" for arm in ablations.ARMS]
 
 @pytest.mark.parametrize("experiment", [*CHOICES, "configs/smollm2.py", "configs/smollm2.py:gsm8k", *ARMS, *OF_THE_DEMO])
 def test_every_experiment_is_possible(experiment):
-    docstring = (command_line.ROOT / experiment.partition(":")[0]).read_text().split('"""')[1]
+    docstring = (flags.ROOT / experiment.partition(":")[0]).read_text().split('"""')[1]
     assert "python -m deepgrpo" in docstring and "Hardware" in docstring
     load(experiment)
 

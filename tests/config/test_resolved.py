@@ -4,15 +4,15 @@ import json
 
 import pytest
 
+from configs import common
 from deepgrpo import config as config_lib
-from deepgrpo.config import command_line
 
-LINE = config_lib.CommandLine(("train.py", "--config=x.py"), "x.py", None, ())
+LINE = config_lib.CommandLine(("train.py", "--config=x.py"), "x.py", ())
 
 
 @pytest.fixture
 def config(tmp_path):
-    config = command_line.load(command_line.SCHEMA, None)
+    config = common.get_config()
     config.name, config.run_dir, config.model.path = "run", str(tmp_path), "models/m"
     return config
 

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
+from configs import common
 from deepgrpo import config as config_lib
 from deepgrpo import preflight, train
-from deepgrpo.config import command_line
 from deepgrpo.endpoint import check
 from deepgrpo.telemetry import metrics as metrics_lib
 from tests.faults import behaviours
@@ -20,7 +20,7 @@ def config(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     monkeypatch.setattr(check, "SECONDS", 60.0)
-    config = command_line.load(command_line.SCHEMA, None)
+    config = common.get_config()
     config.teacher.model = MODEL
     return config
 

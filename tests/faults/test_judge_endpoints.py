@@ -8,7 +8,7 @@ import logging
 import ml_collections
 import pytest
 
-from deepgrpo.config import command_line
+from configs import common
 from deepgrpo.endpoint import setup
 from deepgrpo.endpoint.client import Client
 from deepgrpo.rewards import external, judges
@@ -30,7 +30,7 @@ def graded(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
 
     def grades(behave: Behaviour, **keys):
-        config = command_line.load(command_line.SCHEMA, None)
+        config = common.get_config()
         with Endpoint(behave) as endpoint, contextlib.ExitStack() as stack:
             config.judge.update(ml_collections.ConfigDict({"base_url": endpoint.base_url, "model": "m", **keys}))
             judge = judges.open_judge(config, stack, tmp_path)

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from configs import common
 from deepgrpo import preflight
-from deepgrpo.config import command_line
 from deepgrpo.config.errors import ConfigError
 from deepgrpo.loops import reasoning
 from deepgrpo.rewards import service as service_lib
@@ -175,7 +175,7 @@ FOUND = {  # function: what the input check says of it; None: nothing
 @pytest.mark.parametrize("function", FOUND)
 def test_the_input_check_calls_each_function_once(mine, function, tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "How many?", "answer": "so\n#### 18"}) + "\n")
-    config = command_line.load(command_line.SCHEMA, None)
+    config = common.get_config()
     config.data.train, config.data.validation = (f"gsm8k:{tmp_path}/train.jsonl",), ()
     config.rewards.deadline = 4.0 if function == "spins" else 60.0
     for key, entry in (("extra", f"{mine}:{function}=1"), ("graders", f"GSM8K={mine}:{function}")):

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from deepgrpo.config import ConfigError, command_line
+from deepgrpo import config as config_lib
+from deepgrpo.config import ConfigError
 from deepgrpo.telemetry import metrics as metrics_lib
 from tests.telemetry.published_names import GROUPS, missing, names
 from tests.telemetry.test_documented import documented
@@ -97,4 +98,4 @@ def test_figures_of_the_curriculum(runs):
 )
 def test_what_cannot_work_is_refused(tmp_path, keys, named):
     with pytest.raises(ConfigError, match=named):
-        command_line.from_command_line(command(tmp_path, **keys)[2:])
+        config_lib.from_command_line(command(tmp_path, **keys)[2:])

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from deepgrpo.config import command_line
+from configs import common
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.weights import room
 from tests.learner import tiny
@@ -22,7 +22,7 @@ def machine(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tiny.MODEL.to_hf_dict()))
-    config = command_line.load(command_line.SCHEMA, None)
+    config = common.get_config()
     config.name, config.model.path, config.run_dir = "run", str(folder), str(tmp_path / "runs")
     config.model.dtype, config.objective.kl_coef = "float32", 0.0
     config.checkpoint.keep, config.checkpoint.save_best, config.weights.route = 1, False, "direct"

@@ -23,8 +23,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from deepgrpo.curriculum.forest_pool import Forest
-from deepgrpo.curriculum.forest_records import Annotation
+from configs import common
+from deepgrpo.curriculum.base import Correction
+from deepgrpo.curriculum.forest import Forest
 from deepgrpo.types import Ids, Problem, as_ids
 
 OPERATIONS = ("sample", "observe", "dispatch", "result")
@@ -58,28 +59,36 @@ class Result:
     disk: int  # bytes
 
 
+def forest() -> Forest:
+    """Without bounds, as the reference's."""
+    config = common.get_config()
+    config.model.path, config.rollout.max_model_len, config.strict_reference = "", 4096, True
+    config.curriculum.max_events = config.curriculum.max_events_per_parent = config.curriculum.max_nodes_per_tree = 0
+    return Forest(config)
+
+
 class Bench:
     def __init__(self, trees: int, events: int, response: int):
         self.rng = np.random.default_rng(0)
         self.trees, self.events, self.response = trees, events, response
-        self.pool = Forest(max_model_len=4096)
+        self.pool = forest()
         self.children: list[int] = []
 
     def responses(self, n: int) -> list[Ids]:
         return [as_ids(row) for row in self.rng.integers(0, 150_000, (n, self.response), np.int32)]
 
-    def correction(self, failure) -> Annotation:
-        state_ids = as_ids(np.concatenate([failure.state_ids, failure.response_ids[: self.response // 2]]))
-        return Annotation(state_ids, failure.response_ids[self.response // 2 :], 1.0, failure.response_ids[self.response // 2 :])
+    def correction(self, failure) -> Correction:
+        prefix, suffix = failure.response_ids[: self.response // 2], failure.response_ids[self.response // 2 :]
+        return Correction(prefix, suffix, 1.0, suffix)
 
     def build(self) -> None:
         for i in range(self.trees):
             prompt = as_ids(self.rng.integers(0, 150_000, self.rng.integers(32, 97)))
             problem = Problem(i, "MATH", prompt, str(i), f"What is the answer to question number {i}?", {"level": "5"})
             self.pool.observe_root(problem, 0, 8, 1 + i // 128, self.responses(1))
-            failure = self.pool.dispatch_teacher(1, 1 + i // 128)[0]
-            _, child = self.pool.teacher_result(failure.event, self.correction(failure), 1 + i // 128)
-            self.children.append(child)
+            failure = self.pool.dispatch(1, 1 + i // 128)[0]
+            self.children.append(self.pool.counters.next_node)
+            self.pool.resolve(failure, self.correction(failure), 1 + i // 128)
             self.pool.observe_root(problem, 4, 8, 1 + i // 128, self.responses(self.events))
 
     def operations(self, calls: int) -> dict[str, tuple[float, float, float]]:
@@ -90,20 +99,20 @@ class Bench:
         timings["sample"] = timed(lambda _: self.pool.sample_rollout(1, step), [None] * calls)
         observed = [(self.children[next(order)], self.responses(4)) for _ in range(calls)]
         timings["observe"] = timed(lambda row: self.pool.observe_node(row[0], 4, 8, step, row[1]), observed)
-        timings["dispatch"] = timed(lambda _: flying.extend(self.pool.dispatch_teacher(1, step)), [None] * calls)
-        answers = [(failure.event, self.correction(failure)) for failure in flying]
-        timings["result"] = timed(lambda answer: self.pool.teacher_result(*answer, step), answers)
+        timings["dispatch"] = timed(lambda _: flying.extend(self.pool.dispatch(1, step)), [None] * calls)
+        answers = [(failure, self.correction(failure)) for failure in flying]
+        timings["result"] = timed(lambda answer: self.pool.resolve(*answer, step), answers)
         return timings
 
     def snapshot(self, folder: str) -> tuple[tuple[float, float], TimedLock]:
         """Times `state` (wall, CPU) while a teacher's thread works on the forest."""
-        lock = self.pool._lock = TimedLock()
+        lock = self.pool.lock = TimedLock()
         stop = threading.Event()
 
         def teach() -> None:
             while not stop.wait(0.005):
-                for failure in self.pool.dispatch_teacher(1, 10**6):
-                    self.pool.teacher_result(failure.event, self.correction(failure), 10**6)
+                for failure in self.pool.dispatch(1, 10**6):
+                    self.pool.resolve(failure, self.correction(failure), 10**6)
 
         teacher = threading.Thread(target=teach, daemon=True)
         teacher.start()
@@ -141,7 +150,7 @@ def measure(trees: int, events: int, response: int, calls: int) -> Result:
     with tempfile.TemporaryDirectory(prefix="forest_") as folder:
         snapshot, lock = bench.snapshot(folder)
         disk = sum(path.stat().st_size for path in pathlib.Path(folder).iterdir())
-        restore = stopwatch(lambda: Forest(max_model_len=4096).restore(folder))
+        restore = stopwatch(lambda: forest().restore(folder))
     return Result(trees, memory, operations, snapshot, (lock.longest_wall, lock.longest_cpu), restore, disk)
 
 

@@ -24,9 +24,9 @@ from deepgrpo.config import forest_folder
 from deepgrpo.config.errors import shown
 from deepgrpo.config.forest_folder import Place, Vocabulary
 from deepgrpo.config.streams import tool
-from deepgrpo.curriculum import forest_tools, forest_view
-from deepgrpo.curriculum.forest_records import Node, Tree
-from deepgrpo.curriculum.forest_tools import Saved
+from deepgrpo.curriculum import forest_state, forest_tools, forest_view
+from deepgrpo.curriculum.forest_index import Node, Tree
+from deepgrpo.curriculum.forest_state import SavedForest
 from deepgrpo.telemetry import terminal
 from deepgrpo.weights.files import new_folder, replace_text
 
@@ -38,7 +38,7 @@ class Opened:
     """A forest that was found and read. vocabulary: of its ids; None if it is unknown."""
 
     place: Place
-    saved: Saved
+    saved: SavedForest
     vocabulary: Vocabulary | None
 
     @property
@@ -65,7 +65,7 @@ def open_forest(path: pathlib.Path, model: pathlib.Path | None) -> Opened:
         if known is not None and known.sha256 != given.sha256:
             raise ValueError(f"{path}: its ids are of the vocabulary of {known.model}; that of --model={model} is another one")
         known = given
-    return Opened(place, forest_tools.read(str(place.folder)), known)
+    return Opened(place, forest_state.read(str(place.folder)), known)
 
 
 def decoder_of(opened: Opened, ids: bool) -> forest_view.Decode | None:
@@ -118,7 +118,7 @@ def show(args: argparse.Namespace) -> None:
         console.print(f"{len(numbers)} of {len(opened.saved.trees)} trees shown; --limit=0 shows all, --tree=N one", style="dim")
 
 
-def chosen_trees(saved: Saved, args: argparse.Namespace) -> list[int]:
+def chosen_trees(saved: SavedForest, args: argparse.Namespace) -> list[int]:
     if args.tree is not None:
         if args.tree >= len(saved.trees):
             raise ValueError(f"--tree={args.tree}: the forest has {len(saved.trees)} trees, numbered from 0")
@@ -221,11 +221,11 @@ def prune(args: argparse.Namespace) -> None:
     write(forest_tools.prune(opened.saved, **criteria), args, require_one_vocabulary([opened]), [opened])
 
 
-def write(saved: Saved, args: argparse.Namespace, vocabulary: Vocabulary, sources: Sequence[Opened]) -> None:
+def write(saved: SavedForest, args: argparse.Namespace, vocabulary: Vocabulary, sources: Sequence[Opened]) -> None:
     if args.reopen:
         saved = forest_tools.reopened(saved)
     with new_folder(args.out) as folder:
-        forest_tools.write(saved, str(folder))
+        forest_state.write(saved, str(folder))
         forest_folder.write_vocabulary(folder, vocabulary)
     for name, one in [*((opened.title, opened.saved) for opened in sources), (str(args.out), saved)]:
         states = sum(node.parent is not None for node in one.nodes())

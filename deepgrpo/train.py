@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 
 from deepgrpo import config as config_lib
+from deepgrpo import curriculum as curriculum_lib
 from deepgrpo.config import flags
-from deepgrpo.curriculum import branches, chain, flat, forest, none, suffix_sft
-from deepgrpo.curriculum import suffixes as suffixes_lib
+from deepgrpo.curriculum import suffix_sft
 from deepgrpo.data import dataset as dataset_lib
 from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.learner import distributed, nonfinite, sharding
@@ -57,8 +57,6 @@ from deepgrpo.weights.setup import open_engine, storing
 log = logging.getLogger("deepgrpo.train")  # by its name: __name__ is __main__ here
 
 LOOPS = {"reasoning": lambda config: reasoning.run, "treerl": treerl.create}
-CURRICULA = {"none": none.create, "forest": forest.create, "chain": chain.create, "flat": flat.create}
-CURRICULA |= {"branches_inline": branches.create_inline, "branches": branches.create_buffered, "suffixes": suffixes_lib.create}
 GRADING_PATIENCE = 20  # deadlines of one answer that a whole batch may still wait for verdicts after its last rollout
 
 
@@ -99,7 +97,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     grading = open_grading(config, stack, sources, run / "judge")
     dataset_lib.refuse_overlap(problems, held_out, choosing, data.allow_overlap)
     dataset = dataset_lib.Dataset(problems, data.batch_size, config.seed, data.shuffle)
-    curriculum = CURRICULA[config.curriculum.pool](config) if first else None  # before the model: it may refuse what it is given
+    curriculum = curriculum_lib.create(config) if first else None  # before the model: it may refuse what it is given
 
     ################################################################################################################
     #  Learner, engine, grading
@@ -141,7 +139,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         setup.done(f"run {config.name} stopped")
         learner.follow({"save": lambda step: checkpoints.save(step, learner.state, {}), "store": store})
         return
-    suffixes = suffix_sft.create(config, curriculum, learner.update_teacher, stop_ids)
+    suffixes = suffix_sft.SuffixSft(config, curriculum, learner.update_teacher, stop_ids)
     teacher = None
     if config.teacher.enabled and config.curriculum.pool != "none":
         teacher = open_teacher(
@@ -195,7 +193,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
 
     def draw(at: int) -> list[Prompt]:
         """The prompts of a step: the data set's and, if there are any, hard states."""
-        states = curriculum.sample(curriculum.wanted(data.batch_size), at)
+        states = curriculum.sample(curriculum.num_to_inject(data.batch_size), at)
         replaced = len(states) if config.curriculum.injection_mode == "replace" else 0
         drawn = dataset.next(data.batch_size - replaced)
         prompts = [Prompt(p.prompt_ids, p, rollout.n, f"{at}:{i}") for i, p in enumerate(drawn)]

@@ -9,7 +9,7 @@ import pytest
 from deepgrpo import forest
 from deepgrpo.config import ConfigError
 from deepgrpo.config.forest_folder import Vocabulary, find, vocabulary_of_forest, vocabulary_of_model, write_vocabulary
-from deepgrpo.curriculum import forest_tools
+from deepgrpo.curriculum import forest_state, forest_tools
 from deepgrpo.data import readers
 from tests.test_train import in_process
 
@@ -27,15 +27,15 @@ def run(student, tmp_path_factory):
     return folder / "carry_chain"
 
 
-def read(path) -> forest_tools.Saved:
-    return forest_tools.read(str(find(path).folder))
+def read(path) -> forest_state.SavedForest:
+    return forest_state.read(str(find(path).folder))
 
 
 def content(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def states(saved: forest_tools.Saved) -> int:
+def states(saved: forest_state.SavedForest) -> int:
     return sum(node.parent is not None for node in saved.nodes())
 
 

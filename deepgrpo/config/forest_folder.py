@@ -12,7 +12,7 @@ import pathlib
 from typing import Any
 
 POOL = "forest"
-FILES = ("trees.npz", "problems.json", "nodes.npz", "origins.npz", "events.npz")
+FILES = ("trees.npz", "nodes.npz", "events.npz")
 HEADER, MANIFEST, VOCABULARY = "curriculum.json", "manifest.json", "vocabulary.json"
 CURRICULUM = "curriculum"  # a step's folder of the pool
 EXPECTED = "expected a run's folder, the folder of one of its steps, or a saved forest"

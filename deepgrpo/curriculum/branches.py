@@ -1,239 +1,236 @@
 """Branching from the student's own responses: in the same step, or from a buffer in later ones. No teacher takes part.
 
-A response is cut into segments (`partition`), some of the places between them are chosen (`pivots`), and each is continued a few
-times. Continuations are groups of the stream "branch": their advantages are relative to each other alone, and the tokens before
-them are prompt, never trained again.
+A failed response is cut into segments, some of the places between them are chosen (`pivots`), and each is continued a few times.
+Continuations are groups of the stream "branch": their advantages are relative to each other alone, and the tokens before them are
+prompt, never trained again.
 """
 
 import dataclasses
-import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum import partition as partition_lib
-from deepgrpo.curriculum import pivots as pivots_lib
-from deepgrpo.curriculum.base import Curriculum, State
-from deepgrpo.curriculum.branch_buffer import BranchBuffer, BranchPoint
-from deepgrpo.curriculum.feedback import check_step
-from deepgrpo.curriculum.header import as_saved, read_header, write_header
-from deepgrpo.curriculum.partition import Partition
-from deepgrpo.curriculum.pivots import PIVOTS, PivotModel, candidates
-from deepgrpo.curriculum.saved_rows import read_saved, write_saved
-from deepgrpo.curriculum.weighted import STATES, generator
-from deepgrpo.types import Group, Prompt, as_ids
+from deepgrpo.curriculum.base import NEVER, STATES, STREAM, Curriculum, State, check_step, generator, named, own_ids, sample
+from deepgrpo.curriculum.pivots import PIVOTS, Pivot, PivotModel, candidates, create_partition
+from deepgrpo.curriculum.saved import Saved, saved_counts
+from deepgrpo.types import Group, Ids, Problem, Prompt, as_ids
 
-INLINE, BUFFERED, VERSION = "branches_inline", "branches", 1
-STREAM = "branch"
-MAX_AGE = 8  # steps after which a buffered place to branch is dropped
+MAX_SIZE = 10000  # newest points kept in the buffer
+MAX_AGE = 8  # steps after which a buffered point is dropped
+MIN_REMAINING_RATIO = 0.1  # of the context, room that a buffered point must leave
 
 
 def is_branch(group: Group) -> bool:
     return group.prompt.stream == STREAM
 
 
-@dataclasses.dataclass(frozen=True)
-class Finder:
-    """Finds the branch points of a step's main responses.
+@dataclasses.dataclass(frozen=True, eq=False)
+class BranchPoint:
+    """A place to branch, with what to continue there.
 
-    threshold: success is reward > threshold. only_on_low_quality: only failures are branched. n_branch_points: of a response.
-    min_pivot_index: see `pivots.candidates`.
+    state_ids: int32[len], prompt and the response up to there. group_id: of the rollouts that the response was one of.
+    index, chain_length, kept: see `pivots.Pivot`. step: at which it was added, set by the buffer.
     """
 
-    partition: Partition
-    model: PivotModel
-    seed: int
-    threshold: float
-    max_model_len: int
-    only_on_low_quality: bool = True
-    n_branch_points: int = 1
-    min_pivot_index: int = 0
+    problem: Problem
+    group_id: str
+    state_ids: Ids
+    index: int
+    chain_length: int
+    kept: int
+    step: int = NEVER
+
+    @property
+    def pivot(self) -> Pivot:
+        return Pivot(self.index, self.chain_length, self.kept)
+
+
+class Branches(Curriculum):
+    """What both forms share: where failed responses are branched, and what is learned from it."""
+
+    branches = True
+    only_failures = True  # the reference can also branch what succeeded
+    min_index = 0  # 1: never at the prompt itself
+
+    def __init__(self, config: ml_collections.ConfigDict):
+        super().__init__(config)
+        self.max_model_len, self.points_per_response = config.rollout.max_model_len, config.branches.n_branch_points
+        self.partition = create_partition(config)
+        self.model = PivotModel(config.branches.choose_by, config.branches.position_bias)
 
     def points(self, groups: Sequence[Group], step: int) -> list[BranchPoint]:
         """Branch points of the data set's groups, response by response. One without a verdict has none: nobody knows whether it
-        failed."""
+        failed. Called under the lock."""
         found = []
         for i, group in enumerate(groups):
             if group.prompt.injected:
                 continue
             for j, rollout in enumerate(group.rollouts):
-                if rollout.reward is None or (self.only_on_low_quality and rollout.grade.succeeds(self.threshold)):
+                if rollout.reward is None or (self.only_failures and rollout.grade.succeeds(self.threshold)):
                     continue
                 response = rollout.completion.ids
                 segments = self.partition.segments(response)
-                open_to = candidates(len(group.prompt.ids), segments, self.max_model_len, min_index=self.min_pivot_index)
+                open_to = candidates(len(group.prompt.ids), segments, self.max_model_len, min_index=self.min_index)
                 random = np.random.default_rng((self.seed, step, PIVOTS, i, j))
-                for pivot in self.model.choose(open_to, self.n_branch_points, random):
+                for pivot in self.model.choose(open_to, self.points_per_response, random):
                     state = as_ids(np.concatenate([group.prompt.ids, response[: pivot.kept]]))
                     place = dataclasses.astuple(pivot)
                     found.append(BranchPoint(group.prompt.problem, group.prompt.group_id, state, *place))
         return found
 
     def learn(self, groups: Sequence[Group]) -> None:
-        """Tells the model what a step's branches came to, and has it fitted anew."""
+        """Tells the model what a step's branches came to, and has it fitted anew. Called under the lock."""
         for group in filter(is_branch, groups):
             k_succ, _ = group.successes(self.threshold)
             if group.judged or k_succ:
                 self.model.observe(group.prompt.node.ratio, k_succ > 0)
         self.model.refit()
 
+    def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Returns what a step's branches came to: points continued, the share of them with a success and with a contrast, mean
+        position."""
+        check_step(step)
+        with self.lock:
+            self.learn(groups)
+        judged = [group for group in groups if is_branch(group) and group.judged]
+        values = {"points": len(judged)}
+        if judged:
+            contrasts = [len({rollout.reward for rollout in group.verdicts()}) > 1 for group in judged]
+            values |= {
+                "recovered_share": sum(group.successes(self.threshold)[0] > 0 for group in judged) / len(judged),
+                "contrast_share": sum(contrasts) / len(judged),
+                "avg_position_ratio": sum(group.prompt.node.ratio for group in judged) / len(judged),
+            }
+        return named("branching", values)
 
-class InlineBranches(Curriculum):
+    def metrics(self) -> Mapping[str, float]:
+        with self.lock:
+            return self.model.metrics()
+
+    def saved(self) -> tuple[dict[str, Saved], dict[str, Any]]:
+        return {}, {"pivot_model": self.model.state()}
+
+    def load(self, tables: Mapping[str, Saved], fields: Mapping[str, Any]) -> None:
+        self.model.restore(fields["pivot_model"])
+
+
+class InlineBranches(Branches):
     """Branches of this step's responses, in this step."""
 
-    def __init__(self, finder: Finder, *, branches_per_point: int = 8, first_branches: int = 0):
-        """Args:
-        first_branches: so many continuations of a point first, the others only where the rewards of these differ; 0: all at once.
-        """
-        self.finder = finder
-        self._all, self._first = branches_per_point, first_branches or branches_per_point
-        self._lock = threading.Lock()
+    name = "branches_inline"
+
+    def __init__(self, config: ml_collections.ConfigDict):
+        super().__init__(config)
+        self.branches_per_point = config.branches.branches_per_point
 
     def expand(self, groups: Sequence[Group], step: int) -> list[Prompt]:
-        """First the branches of the main responses; asked again with their groups, what is left of those that have a contrast."""
         check_step(step)
-        begun = [group for group in groups if is_branch(group)]
-        if begun:
-            open_to = [group.prompt for group in begun if group.prompt.n < self._all and has_contrast(group)]
-            return [dataclasses.replace(prompt, n=self._all - prompt.n) for prompt in open_to]
-        with self._lock:
-            points = self.finder.points(groups, step)
+        if any(map(is_branch, groups)):
+            return []
+        with self.lock:
+            points = self.points(groups, step)
         return [
-            Prompt(point.state_ids, point.problem, self._first, f"{point.group_id}:branch:{i}", point.pivot, STREAM)
+            Prompt(point.state_ids, point.problem, self.branches_per_point, f"{point.group_id}:branch:{i}", point.pivot, STREAM)
             for i, point in enumerate(points)
         ]
 
-    def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        check_step(step)
-        with self._lock:
-            self.finder.learn(groups)
-        return branching_metrics(groups, self.finder.threshold)
 
-    def metrics(self) -> Mapping[str, float]:
-        with self._lock:
-            return self.finder.model.metrics()
-
-    def state(self, folder: str) -> None:
-        with self._lock:
-            model = self.finder.model.state()
-        write_header(folder, INLINE, VERSION, {"pivot_model": model})
-
-    def restore(self, folder: str) -> None:
-        header = read_header(folder, INLINE, VERSION)
-        with as_saved(folder), self._lock:
-            self.finder.model.restore(header["pivot_model"])
-
-
-class BufferedBranches(Curriculum):
-    """Branches of earlier steps' responses, drawn from a buffer; this step's are collected for later ones."""
+class BranchBuffer:
+    """The newest points in order of arrival, each for so many steps. Its owner holds the lock."""
 
     def __init__(
         self,
-        finder: Finder,
-        buffer: BranchBuffer,
+        max_model_len: int,
         *,
-        sample_size: int = 32,
-        branches_per_entry: int = 4,
-        strategy: str = "stratified",
+        max_size: int = MAX_SIZE,
+        max_age: int = MAX_AGE,
+        min_remaining_ratio: float = MIN_REMAINING_RATIO,
     ):
-        """Args:
-          sample_size: points that a step continues. branches_per_entry: continuations of each.
-          strategy: see `BranchBuffer.sample`.
+        self.max_size, self.max_age = max_size, max_age
+        self.max_state_len = max_model_len - int(max_model_len * min_remaining_ratio)
+        self.points: list[BranchPoint] = []
+        self.counts = dict.fromkeys(("refused_room", "dropped_age", "dropped_capacity"), 0)
 
-        Raises:
-          ValueError: fewer than two continuations, which have no advantage.
-        """
-        if branches_per_entry < 2:
-            raise ValueError(f"branches.branches_per_entry must be at least 2, got {branches_per_entry}")
-        self.finder, self.buffer = finder, buffer
-        self._sample_size, self._n, self._strategy = sample_size, branches_per_entry, strategy
-        self._lock = threading.Lock()
+    def __len__(self) -> int:
+        return len(self.points)
 
-    def wanted(self, batch_size: int) -> int:
-        with self._lock:
-            return min(self._sample_size, len(self.buffer))
+    def add(self, points: Sequence[BranchPoint], step: int) -> int:
+        """Takes in the points of a step that leave room, then drops the old ones, then the oldest above the bound; returns how
+        many entered. Also without points it drops; nothing else does."""
+        roomy = [point for point in points if len(point.state_ids) <= self.max_state_len]
+        self.points += [dataclasses.replace(point, state_ids=own_ids(point.state_ids), step=step) for point in roomy]
+        fresh = [point for point in self.points if step - point.step <= self.max_age]
+        kept = fresh[max(len(fresh) - self.max_size, 0) :]
+        self.counts["refused_room"] += len(points) - len(roomy)
+        self.counts["dropped_age"] += len(self.points) - len(fresh)
+        self.counts["dropped_capacity"] += len(fresh) - len(kept)
+        self.points = kept
+        return len(roomy)
+
+    def sample(self, n: int, random: np.random.Generator, strategy: str = "stratified") -> list[BranchPoint]:
+        """Returns min(n, size) different points; see `base.sample`, the groups being those that they come from. They stay."""
+        if not self.points:
+            return []
+        return [self.points[i] for i in sample([point.group_id for point in self.points], n, random, strategy)]
+
+    def metrics(self) -> dict[str, float]:
+        values = {"size": len(self.points)} | self.counts
+        if self.points:
+            values |= {
+                "unique_trees": len({point.group_id for point in self.points}),
+                "unique_steps": len({point.step for point in self.points}),
+                "avg_position_ratio": sum(point.pivot.ratio for point in self.points) / len(self.points),
+            }
+        return named("buffer", values)
+
+    def saved(self) -> Saved:
+        return Saved(list(self.points), self.counts.copy())
+
+    def load(self, saved: Saved) -> None:
+        self.points, self.counts = list(saved.rows), saved_counts(saved.numbers, self.counts)
+
+
+class BufferedBranches(Branches):
+    """Branches of earlier steps' responses, drawn from a buffer; this step's are collected for later ones."""
+
+    name, version = "branches", 2
+    records = {"branch_buffer": BranchPoint}
+
+    def __init__(self, config: ml_collections.ConfigDict):
+        super().__init__(config)
+        self.buffer = BranchBuffer(config.rollout.max_model_len)
+        self.sample_size, self.branches_per_entry = config.branches.sample_size_per_step, config.branches.branches_per_entry
+
+    def num_to_inject(self, batch_size: int) -> int:
+        with self.lock:
+            return min(self.sample_size, len(self.buffer))
 
     def sample(self, n: int, step: int) -> list[State]:
         """Draws points; they stay in the buffer."""
         check_step(step)
-        with self._lock:
-            points = self.buffer.sample(n, self._strategy, generator(self.finder.seed, step, STATES))
-        return [State(point.state_ids, point.problem, point.pivot, self._n, STREAM) for point in points]
+        with self.lock:
+            points = self.buffer.sample(n, generator(self.seed, step, STATES))
+        return [State(point.state_ids, point.problem, point.pivot, self.branches_per_entry, STREAM) for point in points]
 
     def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Learns from the continued points, then collects those of the main responses."""
-        check_step(step)
-        with self._lock:
-            self.finder.learn(groups)
-            points = self.finder.points(groups, step)
+        metrics = super().observe(groups, step)
+        with self.lock:
+            points = self.points(groups, step)
             self.buffer.add(points, step)
         counts = {"entries_sampled": sum(map(is_branch, groups)), "new_points_collected": len(points)}
-        return {f"buffer/{name}": float(value) for name, value in counts.items()} | branching_metrics(
-            groups, self.finder.threshold
-        )
+        return metrics | named("buffer", counts)
 
     def metrics(self) -> Mapping[str, float]:
-        with self._lock:
-            return self.buffer.metrics() | self.finder.model.metrics()
+        with self.lock:
+            return self.buffer.metrics() | self.model.metrics()
 
-    def state(self, folder: str) -> None:
-        with self._lock:
-            model, points = self.finder.model.state(), self.buffer.saved()
-        write_saved(folder, "branch_buffer", points)
-        write_header(folder, BUFFERED, VERSION, {"pivot_model": model})
+    def saved(self) -> tuple[dict[str, Saved], dict[str, Any]]:
+        _, fields = super().saved()
+        return {"branch_buffer": self.buffer.saved()}, fields
 
-    def restore(self, folder: str) -> None:
-        header = read_header(folder, BUFFERED, VERSION)
-        points = read_saved(folder, "branch_buffer", BranchPoint)
-        with as_saved(folder), self._lock:
-            self.finder.model.restore(header["pivot_model"])
-            self.buffer.load(points)
-
-
-def has_contrast(group: Group) -> bool:
-    """Whether the rewards of a group differ."""
-    return len({rollout.reward for rollout in group.verdicts()}) > 1
-
-
-def branching_metrics(groups: Sequence[Group], threshold: float) -> dict[str, float]:
-    """What a step's branches came to: points continued, the share of them with a success and with a contrast, mean position."""
-    judged = [group for group in groups if is_branch(group) and group.judged]
-    values = {"points": float(len(judged))}
-    if judged:
-        successes = [group.successes(threshold)[0] > 0 for group in judged]
-        values |= {
-            "recovered_share": sum(successes) / len(judged),
-            "contrast_share": sum(map(has_contrast, judged)) / len(judged),
-            "avg_position_ratio": sum(group.prompt.node.ratio for group in judged) / len(judged),
-        }
-    return {f"branching/{name}": value for name, value in values.items()}
-
-
-def create_finder(config: ml_collections.ConfigDict) -> Finder:
-    keys = config.branches
-    return Finder(
-        partition_lib.create(config),
-        pivots_lib.create(config),
-        config.seed,
-        config.rewards.threshold,
-        config.rollout.max_model_len,
-        n_branch_points=keys.n_branch_points,
-    )
-
-
-def create_inline(config: ml_collections.ConfigDict) -> InlineBranches:
-    """Builds the curriculum from the whole configuration."""
-    return InlineBranches(create_finder(config), branches_per_point=config.branches.branches_per_point)
-
-
-def create_buffered(config: ml_collections.ConfigDict) -> BufferedBranches:
-    """Builds the curriculum from the whole configuration."""
-    keys = config.branches
-    buffer = BranchBuffer(max_model_len=config.rollout.max_model_len, max_age=MAX_AGE)
-    return BufferedBranches(
-        create_finder(config),
-        buffer,
-        sample_size=keys.sample_size_per_step,
-        branches_per_entry=keys.branches_per_entry,
-    )
+    def load(self, tables: Mapping[str, Saved], fields: Mapping[str, Any]) -> None:
+        super().load(tables, fields)
+        self.buffer.load(tables["branch_buffer"])

@@ -1,64 +1,147 @@
-"""The chain pool as the training loop's curriculum: a prompt that fails as a whole starts a chain, the teacher deepens it.
+"""The chain pool, an ablation of the forest: one chain of ever deeper states per prompt, of which only the deepest is rolled out.
 
-Rules: `chain_pool`. Here: which groups of a step become which observations.
+A prompt that fails as a whole starts a chain and waits for the teacher. A verified prefix becomes the chain's next state, which
+is rolled out until a group fails as a whole (the teacher deepens the chain) or succeeds as a whole (the chain retreats to the
+state before; after the prompt itself it is completed). A chain whose failures the teacher cannot use is abandoned.
 """
 
-import threading
+import collections
+import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ml_collections
+import numpy as np
 
-from deepgrpo.curriculum.base import Correction, Curriculum, Failure, State
-from deepgrpo.curriculum.chain_pool import FILES, ChainPool
-from deepgrpo.curriculum.feedback import (
-    check_failures,
+from deepgrpo.curriculum.base import (
+    NEVER,
+    STATES,
+    Correction,
+    Curriculum,
+    Failure,
+    State,
     check_step,
-    failures_for_teacher,
+    generator,
     injection_metrics,
-    judged_groups,
-    wanted_failures,
+    named,
+    own_ids,
+    tree_key,
+    weighted_sample,
 )
-from deepgrpo.curriculum.header import as_saved, read_header, write_header
-from deepgrpo.curriculum.saved_rows import read_saved, write_saved
-from deepgrpo.curriculum.weighted import STATES, generator
-from deepgrpo.learner.minibatch import injection_count
-from deepgrpo.types import Group, Ids
+from deepgrpo.curriculum.saved import Saved, saved_counts
+from deepgrpo.types import Group, Ids, Problem
 
-POOL, VERSION = "chain", 1
+LEARNING, DEEPENING, COMPLETED, ABANDONED = "learning", "deepening_requested", "completed", "abandoned"
+LOG_LENGTH = 64  # newest transitions kept of a chain
+
+COUNTERS = ("retreats", "masters", "completed_cumulative", "abandoned_cumulative", "deepening_requests", "teacher_successes")
+COUNTERS += ("teacher_invalid_depth", "teacher_invalid_prefix", "teacher_invalid_length")
 
 
-class ChainCurriculum(Curriculum):
-    """`base.Curriculum` on a `ChainPool`, under one lock."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredFailure:
+    """One failed rollout of a node. event: its number by arrival. response_ids: int32[len]. step: at which it was sampled."""
 
-    def __init__(
-        self,
-        pool: ChainPool,
-        *,
-        seed: int,
-        threshold: float,
-        failures: str = "all",
-        injection_ratio: float = 0.25,
-        strict_reference: bool = False,
-    ):
-        """Args:
-        threshold: success is reward > threshold. failures: see `feedback.failures_for_teacher`.
-        injection_ratio, strict_reference: see `minibatch.injection_count`.
-        """
-        check_failures(failures)
-        self.pool = pool
-        self._seed, self._threshold, self._failures = seed, threshold, failures
-        self._ratio, self._strict = injection_ratio, strict_reference
-        self._lock = threading.Lock()
+    event: int
+    step: int
+    response_ids: Ids
 
-    def wanted(self, batch_size: int) -> int:
-        with self._lock:
-            return injection_count(batch_size, self._ratio, len(self.pool.learning()), self._strict)
 
-    def sample(self, n: int, step: int) -> list[State]:
-        check_step(step)
-        with self._lock:
-            chains = self.pool.sample(n, step, generator(self._seed, step, STATES))
-            return [State(ids=chain.nodes[-1].ids, problem=chain.problem, node=chain.number) for chain in chains]
+@dataclasses.dataclass(eq=False)
+class ChainNode:
+    """One state.
+
+    ids: int32[len], prompt and locked prefix. last_k_succ, last_k_total: of its latest group; None: not observed.
+    first_observed_step, last_used_step: -1 for never. failed: of its latest group, if that failed as a whole.
+    """
+
+    ids: Ids
+    observations: int = 0
+    last_k_succ: int | None = None
+    last_k_total: int | None = None
+    first_observed_step: int = NEVER
+    last_used_step: int = NEVER
+    failed: list[StoredFailure] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class Chain:
+    """The states of one prompt, ascending in length; the last one is active, and in a completed chain there is none.
+
+    number: by creation. transitions: newest (step, from, to). tried: failures of the active node that the teacher could not use.
+    in_flight: failure that is with the teacher.
+    """
+
+    number: int
+    problem: Problem
+    created_step: int
+    last_updated_step: int
+    state: str = LEARNING
+    tried: int = 0
+    nodes: list[ChainNode] = dataclasses.field(default_factory=list)
+    transitions: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=LOG_LENGTH))
+    in_flight: int | None = None
+
+    def move(self, state: str, step: int) -> None:
+        self.transitions.append((step, self.state, state))
+        self.state, self.last_updated_step = state, step
+
+    def to_try(self) -> list[StoredFailure]:
+        """What the teacher has not seen of the active node: the longest response first, equal ones by arrival."""
+        return sorted(self.nodes[-1].failed, key=lambda failed: -len(failed.response_ids))[self.tried :]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChainRow:
+    """A chain as it is saved; its nodes are the next `num_nodes` of theirs."""
+
+    number: int
+    problem: Problem
+    created_step: int
+    last_updated_step: int
+    state: str
+    tried: int
+    transitions: list[tuple[int, str, str]]
+    num_nodes: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NodeRow:
+    """A node as it is saved; its failures are the next `num_failed` of theirs."""
+
+    ids: Ids
+    observations: int
+    last_k_succ: int | None
+    last_k_total: int | None
+    first_observed_step: int
+    last_used_step: int
+    num_failed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class QueueRow:
+    """A place in the queue: position of its chain among the chains."""
+
+    chain: int
+
+
+class ChainPool(Curriculum):
+    """`base.Curriculum`: chains in order of creation, and the queue of those that wait for the teacher."""
+
+    name, version = "chain", 2
+    by_ratio = asks_teacher = True
+    keys = ("rollout_n",)
+    records = {"chains": ChainRow, "chain_nodes": NodeRow, "chain_failures": StoredFailure, "chain_queue": QueueRow}
+
+    def __init__(self, config: ml_collections.ConfigDict):
+        super().__init__(config)
+        self.chains: dict[bytes, Chain] = {}
+        self.queue: collections.deque[bytes] = collections.deque()
+        self.in_flight: dict[int, Chain] = {}
+        self.counts = dict.fromkeys((*COUNTERS, "next_chain", "next_event"), 0)
+
+    #### Observing groups
 
     def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Feeds a step's groups: injected ones to their chains, then dataset ones that failed as a whole, which start chains.
@@ -66,69 +149,250 @@ class ChainCurriculum(Curriculum):
         Rollouts without a verdict count neither way; a group with too few (`Group.judged`) is left out.
         """
         check_step(step)
-        judged = judged_groups(groups, self._threshold)
+        judged = self.judged(groups)
         seen = dict.fromkeys(("observations_recorded", "main_failures_seen", "main_failures_enqueued"), 0)
-        with self._lock:
+        with self.lock:
             for group, k_succ, k_total in judged:
-                if group.prompt.injected and (k_succ or self._failures != "none"):  # without a teacher no chain deepens
-                    failed = None if k_succ else self._to_teacher(group)
+                if group.prompt.injected and (k_succ or self.failures != "none"):  # without a teacher no chain deepens
+                    failed = [] if k_succ else self._responses(group)
                     prompt_ids = group.prompt.problem.prompt_ids
-                    seen["observations_recorded"] += self.pool.observe(prompt_ids, k_succ, k_total, step, failed)
+                    seen["observations_recorded"] += self.observe_state(prompt_ids, k_succ, k_total, step, failed)
             for group, k_succ, _ in judged:
-                if not group.prompt.injected and not k_succ and self._failures != "none":
+                if not group.prompt.injected and not k_succ and self.failures != "none":
                     seen["main_failures_seen"] += 1
-                    seen["main_failures_enqueued"] += self.pool.main_failure(group.prompt.problem, self._to_teacher(group), step)
-        counts = {f"chain_pool/{name}_this_step": float(value) for name, value in seen.items()}
-        return injection_metrics(groups, judged) | counts
+                    seen["main_failures_enqueued"] += self.start_chain(group.prompt.problem, self._responses(group), step)
+        metrics = {f"{name}_this_step": value for name, value in seen.items()}
+        return injection_metrics(groups, judged) | named("chain_pool", metrics)
 
-    def _to_teacher(self, group: Group) -> list[Ids]:
-        return [rollout.completion.ids for rollout in failures_for_teacher(group, self._threshold, self._failures)]
+    def _responses(self, group: Group) -> list[Ids]:
+        return [rollout.completion.ids for rollout in self.to_teacher(group)]
 
-    def dispatch(self, max_items: int, step: int) -> list[Failure]:
-        """Hands out at most `max_items` failures, at most one a chain."""
-        with self._lock:
-            return self.pool.dispatch(max_items)
+    def start_chain(self, problem: Problem, failed: Sequence[Ids], step: int) -> bool:
+        """Takes in a dataset group that failed as a whole; returns whether that started a chain. Called under the lock."""
+        key = tree_key(problem.prompt_ids)
+        if not key or key in self.chains:
+            return False
+        chain = Chain(self.counts["next_chain"], problem, step, step, nodes=[ChainNode(own_ids(problem.prompt_ids))])
+        self.counts["next_chain"] += 1
+        self.chains[key] = chain
+        self._request(chain, failed, step)
+        return True
 
-    def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
-        """Returns the outcome's name (`ChainPool.resolve` lists them)."""
-        with self._lock:
-            return self.pool.resolve(failure, correction, step)
+    def observe_state(self, prompt_ids: Ids, k_succ: int, k_total: int, step: int, failed: Sequence[Ids]) -> bool:
+        """Takes in a group of a chain's active state; returns whether it counted (the chain is being learned). Called under the
+        lock."""
+        chain = self.chains.get(tree_key(prompt_ids))
+        if chain is None or chain.state != LEARNING:
+            return False
+        node = chain.nodes[-1]
+        node.observations += 1
+        node.last_k_succ, node.last_k_total, node.last_used_step = k_succ, k_total, step
+        if node.first_observed_step == NEVER:
+            node.first_observed_step = step
+        if k_total > 0 and k_succ == k_total:
+            self._retreat(chain, step)
+        elif k_total > 0 and k_succ == 0:
+            self._request(chain, failed, step)
+        return True
 
-    def requeue(self, failure: Failure) -> None:
-        with self._lock:
-            self.pool.requeue(failure.event)
+    def _retreat(self, chain: Chain, step: int) -> None:
+        self.counts["masters"] += 1
+        chain.nodes.pop()
+        if not chain.nodes:
+            chain.move(COMPLETED, step)
+            self.counts["completed_cumulative"] += 1
+            return
+        chain.nodes[-1] = ChainNode(chain.nodes[-1].ids)  # as if it had never been rolled out
+        chain.last_updated_step = step
+        self.counts["retreats"] += 1
+
+    def _request(self, chain: Chain, failed: Sequence[Ids], step: int) -> None:
+        """Stores the active node's failures, and has the chain wait for the teacher."""
+        first = self.counts["next_event"]
+        self.counts["next_event"] += len(failed)
+        chain.nodes[-1].failed = [StoredFailure(first + i, step, own_ids(ids)) for i, ids in enumerate(failed)]
+        chain.tried = 0
+        chain.move(DEEPENING, step)
+        self.queue.append(tree_key(chain.problem.prompt_ids))
+        self.counts["deepening_requests"] += 1
+
+    #### Rolling states out
+
+    def learning(self) -> list[Chain]:
+        return [chain for chain in self.chains.values() if chain.state == LEARNING]
+
+    def ready(self) -> int:
+        with self.lock:
+            return len(self.learning())
+
+    def weight(self, chain: Chain) -> float:
+        """4 p (1 - p) of the active node's latest success rate p; 1 before its first group."""
+        node = chain.nodes[-1]
+        if node.last_k_succ is None or not node.last_k_total:
+            return 1.0
+        rate = node.last_k_succ / node.last_k_total
+        return 4 * rate * (1 - rate)
+
+    def draw(self, n: int, step: int, random: np.random.Generator) -> list[Chain]:
+        """Draws min(n, learning) different chains by weight and stamps their active nodes."""
+        learning = self.learning()
+        weights = np.array([self.weight(chain) for chain in learning])
+        if n <= 0 or weights.sum() <= 0:
+            return []
+        chosen = [learning[i] for i in weighted_sample(weights, n, random)]
+        for chain in chosen:
+            chain.nodes[-1].last_used_step = step
+        return chosen
+
+    def sample(self, n: int, step: int) -> list[State]:
+        check_step(step)
+        with self.lock:
+            chains = self.draw(n, step, generator(self.seed, step, STATES))
+            return [State(ids=chain.nodes[-1].ids, problem=chain.problem, node=chain.number) for chain in chains]
+
+    #### The teacher
 
     def pending(self) -> int:
-        with self._lock:
-            return self.pool.pending()
+        """Number of chains that wait for the teacher and have a failure for it."""
+        with self.lock:
+            chains = [self.chains[key] for key in set(self.queue)]
+            return sum(chain.state == DEEPENING and bool(chain.nodes[-1].failed) for chain in chains)
+
+    def next_in_queue(self) -> Chain | None:
+        """Takes the queue's head; None if it has nothing for the teacher, and is given up. Called under the lock."""
+        chain = self.chains[self.queue.popleft()]
+        if chain.state != DEEPENING or chain.in_flight is not None:
+            return None
+        if not chain.to_try():
+            self._give_up(chain, chain.last_updated_step)
+            return None
+        return chain
+
+    def dispatch(self, max_items: int, step: int) -> list[Failure]:
+        """Hands out failures, one of a chain: of the chains first come first, of each the longest response first."""
+        failures: list[Failure] = []
+        with self.lock:
+            while self.queue and len(failures) < max_items:
+                if (chain := self.next_in_queue()) is not None:
+                    failed = chain.to_try()[0]
+                    chain.in_flight = failed.event
+                    self.in_flight[failed.event] = chain
+                    failures.append(Failure(failed.event, chain.problem, chain.nodes[-1].ids, failed.response_ids, failed.step))
+        return failures
+
+    def requeue(self, failure: Failure) -> None:
+        """Puts a failure in flight back: its chain is the next one served."""
+        with self.lock:
+            if (chain := self.in_flight.pop(failure.event, None)) is not None:
+                chain.in_flight = None
+                self.queue.appendleft(tree_key(chain.problem.prompt_ids))
+
+    def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
+        """Takes in the teacher's answer to a dispatched failure; an empty shared prefix is none.
+
+        Returns "stale" (not in flight), "next_failure" (the chain's next one is tried at once), or as `deepen` does.
+        """
+        with self.lock:
+            chain = self.in_flight.pop(failure.event, None)
+            if chain is None:
+                return "stale"
+            chain.in_flight = None
+            if correction is not None and len(correction.prefix_ids):
+                return self.deepen(chain, np.concatenate([failure.state_ids, correction.prefix_ids]), step)
+            chain.tried += 1
+            if chain.to_try():
+                self.queue.appendleft(tree_key(chain.problem.prompt_ids))
+                return "next_failure"
+            return self.deepen(chain, None, step)
+
+    def deepen(self, chain: Chain, state_ids: Ids | None, step: int) -> str:
+        """Takes in the teacher's last word on a chain that waits for it: a new state, or none. Called under the lock.
+
+        The state need only extend the prompt and be longer than the chain's deepest one (the reference); one that `resolve` makes
+        extends the active state. Returns "ignored" (the chain does not wait), "deepened" or "abandoned".
+        """
+        if chain.state != DEEPENING:
+            return "ignored"
+        prompt = chain.problem.prompt_ids
+        if state_ids is None or not len(state_ids):
+            return self._give_up(chain, step)
+        if not np.array_equal(state_ids[: len(prompt)], prompt):
+            return self._give_up(chain, step, "prefix")
+        if len(state_ids) <= len(chain.nodes[-1].ids):
+            return self._give_up(chain, step, "depth")
+        if len(state_ids) > self.max_state_len:
+            return self._give_up(chain, step, "length")
+        chain.nodes.append(ChainNode(own_ids(state_ids)))
+        chain.move(LEARNING, step)
+        self.counts["teacher_successes"] += 1
+        return "deepened"
+
+    def _give_up(self, chain: Chain, step: int, invalid: str | None = None) -> str:
+        if invalid is not None:
+            self.counts[f"teacher_invalid_{invalid}"] += 1
+        chain.move(ABANDONED, step)
+        self.counts["abandoned_cumulative"] += 1
+        return "abandoned"
+
+    #### Looking in, persistence
 
     def metrics(self) -> Mapping[str, float]:
-        with self._lock:
-            return self.pool.metrics()
+        with self.lock:
+            chains = list(self.chains.values())
+            lengths = [len(chain.nodes) for chain in chains]
+            tokens = [len(node.ids) for chain in chains for node in chain.nodes]
+            depths = [len(node.ids) - len(chain.problem.prompt_ids) for chain in chains for node in chain.nodes]
+            states = collections.Counter(chain.state for chain in chains)
+            counts = {"size": len(chains), "learning": states[LEARNING], "deepening": states[DEEPENING]}
+            counts |= {"completed": states[COMPLETED], "abandoned": states[ABANDONED], "total_nodes": len(tokens)}
+            for name, values in (("chain_len", lengths), ("depth", depths), ("aug_prompt_len", tokens)):
+                counts |= {f"avg_{name}": sum(values) / max(len(values), 1), f"max_{name}": max(values, default=0)}
+            counts |= {name: self.counts[name] for name in COUNTERS} | {"deepening_queue_size": len(self.queue)}
+            return named("chain_pool", counts)
 
-    def state(self, folder: str) -> None:
-        with self._lock:
-            saved = self.pool.saved()
-        for name, rows in saved.items():
-            write_saved(folder, name, rows)
-        write_header(folder, POOL, VERSION, {})
+    def saved(self) -> tuple[dict[str, Saved], dict[str, Any]]:
+        places = {key: i for i, key in enumerate(self.chains)}
+        with_teacher = [tree_key(self.in_flight[event].problem.prompt_ids) for event in sorted(self.in_flight)]  # first again
+        nodes = [node for chain in self.chains.values() for node in chain.nodes]
+        chains = [
+            ChainRow(
+                **{name: getattr(chain, name) for name in _CHAIN_FIELDS},
+                transitions=list(chain.transitions),
+                num_nodes=len(chain.nodes),
+            )
+            for chain in self.chains.values()
+        ]
+        return {
+            "chains": Saved(chains, self.counts.copy()),
+            "chain_nodes": Saved(
+                [NodeRow(**{n: getattr(node, n) for n in _NODE_FIELDS}, num_failed=len(node.failed)) for node in nodes]
+            ),
+            "chain_failures": Saved([failed for node in nodes for failed in node.failed]),
+            "chain_queue": Saved([QueueRow(places[key]) for key in (*with_teacher, *self.queue)]),
+        }, {}
 
-    def restore(self, folder: str) -> None:
-        read_header(folder, POOL, VERSION)
-        saved = {name: read_saved(folder, name, record) for name, record in FILES.items()}
-        with as_saved(folder), self._lock:
-            self.pool.load(saved)
+    def load(self, tables: Mapping[str, Saved], fields: Mapping[str, Any]) -> None:
+        """Chains that were with the teacher wait again: dispatched ones first, drained ones last."""
+        self.counts, self.in_flight = saved_counts(tables["chains"].numbers, self.counts), {}
+        nodes, failures = iter(tables["chain_nodes"].rows), iter(tables["chain_failures"].rows)
+        self.chains = {}
+        for row in tables["chains"].rows:
+            chain = Chain(**{name: getattr(row, name) for name in _CHAIN_FIELDS})
+            chain.transitions.extend(map(tuple, row.transitions))
+            for node in itertools.islice(nodes, row.num_nodes):
+                failed = list(itertools.islice(failures, node.num_failed))
+                chain.nodes.append(ChainNode(**{name: getattr(node, name) for name in _NODE_FIELDS}, failed=failed))
+            if chain.state not in (LEARNING, DEEPENING, COMPLETED, ABANDONED) or not (chain.nodes or chain.state == COMPLETED):
+                raise ValueError(f"chain {chain.number} without a state, or in the unknown state {chain.state!r}")
+            self.chains[tree_key(row.problem.prompt_ids)] = chain
+        keys, places = list(self.chains), [row.chain for row in tables["chain_queue"].rows]
+        if len(keys) < len(tables["chains"].rows) or not all(0 <= place < len(keys) for place in places):
+            raise ValueError("two chains of one prompt, or a queue of chains that there are not")
+        if next(failures, None) or next(nodes, None):
+            raise ValueError("more nodes than the chains, or more failures than the nodes, say that they have")
+        self.queue = collections.deque(keys[place] for place in places)
+        self.queue += [key for key, chain in self.chains.items() if chain.state == DEEPENING and key not in set(self.queue)]
 
 
-def create(config: ml_collections.ConfigDict) -> ChainCurriculum:
-    """Builds the curriculum from the whole configuration."""
-    curriculum = config.curriculum
-    pool = ChainPool(max_state_len=config.rollout.max_model_len - curriculum.min_remaining_tokens)
-    return ChainCurriculum(
-        pool,
-        seed=config.seed,
-        threshold=config.rewards.threshold,
-        failures=wanted_failures(config),
-        injection_ratio=curriculum.injection_ratio,
-        strict_reference=config.strict_reference,
-    )
+_CHAIN_FIELDS = ("number", "problem", "created_step", "last_updated_step", "state", "tried")
+_NODE_FIELDS = ("ids", "observations", "last_k_succ", "last_k_total", "first_observed_step", "last_used_step")

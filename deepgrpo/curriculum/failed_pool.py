@@ -3,28 +3,32 @@
 Two ways to choose whom the teacher gets next. Bounded: at random among the newest ones. Priority: round robin over the states
 that the rollouts started from, the freshest state first, of each its newest failure.
 
-A failure that was handed out stays known until it is settled: a run that is resumed hands it out again.
-
-Not thread-safe: the curriculum that owns it holds one lock over all its pools, so that a failure leaves one pool and its
-correction enters the other in one piece.
+A failure that was handed out stays known until it is settled: a run that is resumed hands it out again. Not thread-safe: the
+curriculum that owns it holds one lock over all its pools, so that a failure leaves one pool and its correction enters the other
+in one piece.
 """
 
 import bisect
 import dataclasses
+import heapq
 import itertools
 import logging
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum.base import Failure
-from deepgrpo.curriculum.forest_order import SortedKeys
-from deepgrpo.curriculum.forest_records import NEVER, own_ids, tree_key
-from deepgrpo.curriculum.header import saved_counts
-from deepgrpo.curriculum.saved_rows import Saved
-from deepgrpo.types import Ids, Problem
+from deepgrpo.curriculum.base import FAILURES, NEVER, Correction, Curriculum, Failure, generator, named, own_ids, tree_key
+from deepgrpo.curriculum.saved import Saved, saved_counts
+from deepgrpo.types import Group, Ids, Problem
 
 log = logging.getLogger(__name__)
+
+MAX_SIZE = 10000  # bounded: newest failures kept
+MAX_AGE = 5  # bounded: steps after which a failure is dropped
+_number = operator.attrgetter("event")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,61 +49,55 @@ class FailedRollout:
     tick: int = 0
 
 
-def _number(failed: FailedRollout) -> int:
-    return failed.event
-
-
 class FailedPool:
-    """The queue. Events are numbered in order of arrival; an unknown number is a no-op."""
+    """The queue. Failures are numbered in order of arrival; an unknown number is a no-op."""
 
     def __init__(
         self,
         *,
-        max_size: int = 10000,
-        max_age: int = 5,
         priority: bool = False,
+        max_size: int = MAX_SIZE,
+        max_age: int = MAX_AGE,
         max_per_state: int = 0,
-        max_waiting: int = 0,
         fair: bool = False,
     ):
         """Args:
-          max_size: bounded: newest failures kept. max_age: bounded: steps after which an insertion drops a failure.
-          priority: round robin over states, as above. `max_size` and `max_age` are not looked at then.
-          max_per_state: priority: newest failures kept a state. max_waiting: priority: kept in all, the oldest dropped first.
-            0: no bound (the reference).
-          fair: priority: of states that failed in the same step the one that was served least recently is next, whatever is taken
-            at once; False: the first of each call is the first to come (the reference).
-
-        Raises:
-          ValueError: a bound is negative.
+        priority: round robin over states, as above. max_size: newest failures kept in all; 0 in priority mode: no bound.
+        max_age: bounded: steps after which an insertion drops a failure.
+        max_per_state: priority: newest failures kept of a state; 0: no bound (the reference).
+        fair: priority: of states that failed in the same step the one that was served least recently is next, whatever is taken
+          at once; False: the first of each call is the first to come (the reference).
         """
-        bounds = {"max_size": max_size, "max_age": max_age, "max_per_state": max_per_state, "max_waiting": max_waiting}
-        if wrong := [f"{name} must be >= 0, got {value}" for name, value in bounds.items() if value < 0]:
-            raise ValueError(f"pool of failed rollouts: {'; '.join(wrong)}")
-        self._priority = priority
-        self._waiting = _RoundRobin(max_per_state, max_waiting, fair) if priority else _Bounded(max_size, max_age)
-        self._in_flight: dict[int, FailedRollout] = {}
-        self._counts = dict.fromkeys(("enqueued", "dispatched", "settled", "dropped_capacity", "dropped_age"), 0)
+        self.priority, self.fair = priority, fair
+        self.max_size, self.max_age, self.max_per_state = max_size, max_age, max_per_state
+        self.counts = dict.fromkeys(("enqueued", "dispatched", "settled", "dropped_capacity", "dropped_age"), 0)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.stacks: dict[bytes, list[FailedRollout]] = {}  # by state, in bounded mode one for all; ascending by event, not empty
+        self.ticks: dict[bytes, int] = {}  # when a state that is waiting was last served; none: not yet
+        self.in_flight: dict[int, FailedRollout] = {}
+        self._tick = 0
 
     def __len__(self) -> int:
         """Number of failures that wait."""
-        return len(self._waiting)
-
-    @property
-    def dispatched(self) -> int:
-        """Failures handed out so far: numbers the random draws of a step (`weighted.generator`)."""
-        return self._counts["dispatched"]
+        return sum(map(len, self.stacks.values()))
 
     def add(self, failures: Sequence[FailedRollout], step: int) -> int:
         """Takes in failures of `step`; returns how many wait. Bounded: also without any, it drops those past their age."""
         for failed in failures:
-            number = self._counts["enqueued"]
-            self._counts["enqueued"] += 1
-            ids = own_ids(failed.state_ids), own_ids(failed.response_ids)
-            self._waiting.append(FailedRollout(failed.problem, failed.group_id, *ids, step, number))
-        for reason, dropped in self._waiting.evict(step).items():
-            self._counts[reason] += dropped
-        return len(self._waiting)
+            ids = {"state_ids": own_ids(failed.state_ids), "response_ids": own_ids(failed.response_ids)}
+            self._put(dataclasses.replace(failed, **ids, step=step, event=self.counts["enqueued"]))
+            self.counts["enqueued"] += 1
+        if not self.priority:  # steps may go backwards: a failure of a later step is not old
+            self._drop([failed for failed in self._waiting() if step - failed.step > self.max_age], "dropped_age")
+        elif self.max_per_state:
+            for stack in list(self.stacks.values()):
+                self._drop(stack[: -self.max_per_state], "dropped_capacity")
+        if self.max_size or not self.priority:
+            excess = max(len(self) - self.max_size, 0)
+            self._drop(sorted(self._waiting(), key=_number)[:excess] if excess else [], "dropped_capacity")
+        return len(self)
 
     def take(self, n: int, random: np.random.Generator) -> list[FailedRollout]:
         """Removes and returns at most `n` failures.
@@ -110,171 +108,158 @@ class FailedPool:
         Raises:
           ValueError: `n` is negative, in bounded mode.
         """
-        return self._waiting.take(n, random)
+        if not self.priority:
+            if n < 0:
+                raise ValueError(f"the number of failed rollouts to take must be >= 0, got {n}")
+            waiting = list(self._waiting())
+            chosen = random.choice(len(waiting), size=min(n, len(waiting)), replace=False)
+            taken = [waiting[i] for i in sorted(chosen.tolist(), reverse=True)]
+            self._drop(taken)
+            return taken
+        taken: list[FailedRollout] = []
+        while self.stacks and len(taken) < n:
+            lap = heapq.nsmallest(n - len(taken), self.stacks, key=self._turn)  # its order stands, though newest steps change
+            taken += map(self._pop, lap)
+        return taken
 
     def dispatch(self, n: int, random: np.random.Generator) -> list[Failure]:
         """Like `take`, but each failure stays in flight until it is settled or put back."""
         taken = self.take(n, random)
-        self._in_flight |= {failed.event: failed for failed in taken}
-        self._counts["dispatched"] += len(taken)
+        self.in_flight |= {failed.event: failed for failed in taken}
+        self.counts["dispatched"] += len(taken)
         return [Failure(f.event, f.problem, f.state_ids, f.response_ids, f.step) for f in taken]
 
-    def settle(self, event: int) -> FailedRollout | None:
-        """Forgets a failure in flight, and returns it."""
-        failed = self._in_flight.pop(event, None)
-        self._counts["settled"] += failed is not None
-        return failed
+    def settle(self, event: int) -> None:
+        """Forgets a failure in flight."""
+        self.counts["settled"] += self.in_flight.pop(event, None) is not None
 
     def requeue(self, event: int) -> None:
         """Puts a failure in flight back to its place by arrival."""
-        if (failed := self._in_flight.pop(event, None)) is not None:
-            self._waiting.put_back(failed)
+        if (failed := self.in_flight.pop(event, None)) is not None:
+            self._put(failed)
 
     def contents(self) -> list[list[FailedRollout]]:
-        """What waits, oldest first: in priority mode one list a state, else a single list."""
-        return self._waiting.contents()
+        """What waits, oldest first: in priority mode one list per state, else a single list."""
+        return [list(stack) for stack in self.stacks.values()] or [[] for _ in range(not self.priority)]
 
     def metrics(self) -> dict[str, float]:
-        sizes = {"size": len(self._waiting), "in_flight": len(self._in_flight)} | self._counts
-        if self._priority:
-            depths = [len(stack) for stack in self.contents()]
+        sizes = {"size": len(self), "in_flight": len(self.in_flight)} | self.counts
+        if self.priority:
+            depths = [len(stack) for stack in self.stacks.values()]
             sizes |= {"unique_keys": len(depths), "max_deque_depth": max(depths, default=0)}
-        return {f"failed_pool/{name}": float(value) for name, value in sizes.items()}
+        return named("failed_pool", sizes)
 
     def saved(self) -> Saved:
         """Everything that `load` needs. Entries never change, so the files can be written after the lock is released."""
-        in_flight = sorted(self._in_flight.values(), key=_number)
-        rows = [*itertools.chain.from_iterable(self.contents()), *in_flight]
-        return Saved(rows, self._counts | {"priority": int(self._priority), "in_flight": len(in_flight)})
+        rows = []
+        for key, stack in self.stacks.items():
+            rows += [*stack[:-1], dataclasses.replace(stack[-1], tick=self.ticks.get(key, 0))]
+        in_flight = sorted(self.in_flight.values(), key=_number)
+        return Saved([*rows, *in_flight], self.counts | {"priority": int(self.priority)})
 
     def load(self, saved: Saved) -> None:
         """Replaces the content; what was in flight waits again. What the other mode saved is not taken over, with a warning."""
-        numbers = saved_counts(saved.numbers, dict.fromkeys((*self._counts, "priority", "in_flight"), 0))
-        priority, in_flight = bool(numbers.pop("priority")), numbers.pop("in_flight")
+        numbers = saved_counts(saved.numbers, self.counts | {"priority": 0})
         events = [failed.event for failed in saved.rows]
-        if in_flight > len(events) or len(set(events)) < len(events) or max(events, default=-1) >= numbers["enqueued"]:
-            raise ValueError(
-                "failed_pool.json: a failure comes twice, the next number is in use, or more are in flight than there are"
-            )
-        self._waiting.clear()
-        self._in_flight = {}
-        self._counts = numbers
-        if priority != self._priority:
+        if len(set(events)) < len(events) or max(events, default=-1) >= numbers["enqueued"]:
+            raise ValueError("failed_pool.json: a failure comes twice, or the next number is in use")
+        self._clear()
+        priority, self.counts = bool(numbers.pop("priority")), numbers
+        if priority != self.priority:
             names = ("bounded", "priority")
             message = "%d failed rollouts were saved in %s mode, this pool is in %s mode: they are left out"
-            log.warning(message, len(saved.rows), names[priority], names[self._priority])
+            log.warning(message, len(saved.rows), names[priority], names[self.priority])
             return
-        waiting = len(saved.rows) - in_flight
-        for failed in saved.rows[:waiting]:
-            self._waiting.append(failed)
-        for failed in saved.rows[waiting:]:
-            self._waiting.put_back(failed)
+        for failed in saved.rows:
+            self._put(failed)
 
+    def _waiting(self) -> list[FailedRollout]:
+        return list(itertools.chain.from_iterable(self.stacks.values()))
 
-class _Bounded:
-    """The newest failures in order of arrival, each for so many steps."""
+    def _key(self, failed: FailedRollout) -> bytes:
+        return tree_key(failed.state_ids) if self.priority else b""
 
-    def __init__(self, max_size: int, max_age: int):
-        self._max_size, self._max_age = max_size, max_age
-        self._entries: list[FailedRollout] = []
+    def _turn(self, key: bytes) -> tuple[int, int]:
+        return -self.stacks[key][-1].step, self.ticks.get(key, 0)
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def append(self, failed: FailedRollout) -> None:
-        self._entries.append(failed)
-
-    def evict(self, step: int) -> dict[str, int]:
-        """Steps may go backwards: a failure of a later step is not old."""
-        fresh = [failed for failed in self._entries if step - failed.step <= self._max_age]
-        kept = fresh[max(len(fresh) - self._max_size, 0) :]
-        dropped = {"dropped_age": len(self._entries) - len(fresh), "dropped_capacity": len(fresh) - len(kept)}
-        self._entries = kept
-        return dropped
-
-    def put_back(self, failed: FailedRollout) -> None:
-        bisect.insort(self._entries, failed, key=_number)
-
-    def take(self, n: int, random: np.random.Generator) -> list[FailedRollout]:
-        if n < 0:
-            raise ValueError(f"the number of failed rollouts to take must be >= 0, got {n}")
-        chosen = random.choice(len(self._entries), size=min(n, len(self._entries)), replace=False)
-        return [self._entries.pop(i) for i in sorted(chosen.tolist(), reverse=True)]
-
-    def contents(self) -> list[list[FailedRollout]]:
-        return [list(self._entries)]
-
-    def clear(self) -> None:
-        self._entries = []
-
-
-class _RoundRobin:
-    """A stack of failures a state; the states in the order in which they are served."""
-
-    def __init__(self, max_per_state: int, max_waiting: int, fair: bool):
-        self._max_per_state, self._max_waiting, self._fair = max_per_state, max_waiting, fair
-        self._next = self._tick = 0
-        self.clear()
-
-    def clear(self) -> None:
-        self._stacks: dict[bytes, list[FailedRollout]] = {}  # ascending by event; never empty
-        self._ranks: dict[bytes, int] = {}  # of a stack: order of creation
-        self._order = SortedKeys()  # (-step of the newest, tick, rank, key) of each stack
-        self._arrivals = SortedKeys()  # (event, key) of each failure
-
-    def __len__(self) -> int:
-        return len(self._arrivals)
-
-    def append(self, failed: FailedRollout) -> None:
-        self.put_back(failed)  # the newest of all: it comes to lie on top
-
-    def put_back(self, failed: FailedRollout) -> None:
-        key = tree_key(failed.state_ids)
+    def _put(self, failed: FailedRollout) -> None:
+        key = self._key(failed)
+        bisect.insort(self.stacks.setdefault(key, []), dataclasses.replace(failed, tick=0), key=_number)
+        self.ticks[key] = max(self.ticks.get(key, 0), failed.tick)
         self._tick = max(self._tick, failed.tick)
-        if key in self._stacks:
-            self._order.remove(self._place(key))
-            bisect.insort(self._stacks[key], failed, key=_number)
-        else:
-            self._stacks[key], self._ranks[key] = [failed], self._next
-            self._next += 1
-        self._order.add(self._place(key))
-        self._arrivals.add((failed.event, key))
 
-    def evict(self, step: int) -> dict[str, int]:
-        before = len(self)
-        if self._max_per_state:
-            for key, stack in self._stacks.items():
-                while len(stack) > self._max_per_state:
-                    self._remove(key, 0)
-        while self._max_waiting and len(self) > self._max_waiting:
-            _, key = next(iter(self._arrivals))
-            self._remove(key, 0)
-        return {"dropped_capacity": before - len(self)}
-
-    def take(self, n: int, random: np.random.Generator) -> list[FailedRollout]:
-        taken: list[FailedRollout] = []
-        while self._stacks and len(taken) < n:
-            lap = list(itertools.islice(self._order, n - len(taken)))  # its order stands, though takings change newest steps
-            taken += [self._remove(key, -1) for *_, key in lap]
-        return taken
-
-    def contents(self) -> list[list[FailedRollout]]:
-        return [list(stack) for stack in self._stacks.values()]
-
-    def _place(self, key: bytes) -> tuple[int, int, int, bytes]:
-        stack = self._stacks[key]
-        return -stack[-1].step, max(failed.tick for failed in stack), self._ranks[key], key
-
-    def _remove(self, key: bytes, position: int) -> FailedRollout:
-        self._order.remove(self._place(key))
-        stack = self._stacks[key]
-        failed = stack.pop(position)
-        self._arrivals.remove((failed.event, key))
-        if not stack:
-            del self._stacks[key], self._ranks[key]
-            return failed
-        if self._fair and position == -1:
+    def _pop(self, key: bytes) -> FailedRollout:
+        """Serves a state."""
+        failed = dataclasses.replace(self.stacks[key].pop(), tick=self.ticks.pop(key, 0))
+        if not self.stacks[key]:
+            del self.stacks[key]
+        elif self.fair:
             self._tick += 1
-            stack[-1] = dataclasses.replace(stack[-1], tick=self._tick)
-        self._order.add(self._place(key))
+            self.ticks[key] = self._tick
         return failed
+
+    def _drop(self, failures: Sequence[FailedRollout], reason: str | None = None) -> None:
+        gone = {failed.event for failed in failures}
+        for key in {self._key(failed) for failed in failures}:
+            self.stacks[key] = [failed for failed in self.stacks[key] if failed.event not in gone]
+            if not self.stacks[key]:
+                del self.stacks[key]
+                self.ticks.pop(key, None)
+        if reason is not None:
+            self.counts[reason] += len(gone)
+
+
+class QueuedCurriculum(Curriculum):
+    """What the curricula share whose failures wait in a `FailedPool`, and whose corrections enter another pool.
+
+    A subclass sets `failed` and says what `corrected` makes of a correction, and how it is `add`ed.
+    """
+
+    asks_teacher = True
+    failed: FailedPool
+
+    def __init__(self, config: ml_collections.ConfigDict, failed: FailedPool):
+        super().__init__(config)
+        self.failed = failed
+
+    def corrected(self, failed: FailedRollout, correction: Correction, step: int) -> Any:
+        """The entry that a correction becomes; raises if it cannot be taken in, while the failure is still known."""
+        raise NotImplementedError
+
+    def add(self, entry: Any) -> None:
+        """Takes in an entry. Called under the lock."""
+        raise NotImplementedError
+
+    def failures_of(self, group: Group) -> list[FailedRollout]:
+        prompt = group.prompt
+        return [FailedRollout(prompt.problem, prompt.group_id, prompt.ids, r.completion.ids) for r in self.to_teacher(group)]
+
+    def dispatch(self, max_items: int, step: int) -> list[Failure]:
+        with self.lock:
+            return self.failed.dispatch(max_items, generator(self.seed, step, FAILURES, self.failed.counts["dispatched"]))
+
+    def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
+        """Returns "added", "failed" (no correction: the failure is forgotten) or "stale" (the failure is not in flight)."""
+        with self.lock:
+            if (failed := self.failed.in_flight.get(failure.event)) is None:
+                return "stale"
+            entry = None if correction is None else self.corrected(failed, correction, step)
+            self.failed.settle(failure.event)
+            if entry is None:
+                return "failed"
+            self.add(entry)
+            return "added"
+
+    def requeue(self, failure: Failure) -> None:
+        with self.lock:
+            self.failed.requeue(failure.event)
+
+    def pending(self) -> int:
+        with self.lock:
+            return len(self.failed)
+
+    def saved(self) -> tuple[dict[str, Saved], dict[str, Any]]:
+        return {"failed_pool": self.failed.saved()}, {}
+
+    def load(self, tables: Mapping[str, Saved], fields: Mapping[str, Any]) -> None:
+        self.failed.load(tables["failed_pool"])

@@ -4,77 +4,34 @@ States are identified by their token ids, never by handles: two runs number thei
 """
 
 import dataclasses
-import itertools
 import json
+import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
+import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum import forest_state
-from deepgrpo.curriculum.forest_index import Index
-from deepgrpo.curriculum.forest_records import NEVER, Counters, Event, History, Node, Tree
+from deepgrpo.config.forest_folder import find
+from deepgrpo.config.resolved import run_folder
+from deepgrpo.curriculum.base import NEVER
+from deepgrpo.curriculum.forest_index import Counters, Event, Node, Tree
+from deepgrpo.curriculum.forest_state import NODE_FIELDS, TREE_FIELDS, SavedForest, read
+from deepgrpo.data import readers
+from deepgrpo.data.contamination import overlap
 from deepgrpo.types import Problem
 
+log = logging.getLogger(__name__)
+
+_NUMBERS = TREE_FIELDS[1:]  # of a tree, all but its problem
 _CLOCKS = ("rollout_clock", "dispatch_clock", "sft_clock")
 _LATER = (*_CLOCKS, "dispatch_tick", "last_updated_step", "last_success_step", "last_fail_step")  # how numbers are merged
 _EARLIER = ("created_step",)  # a tree's others are added up
-_OWN = ("key", "problem", "nodes")  # a tree's fields that are no numbers, and those that the index derives from its nodes
-_DERIVED = ("num_active", "num_events", "by_rollout", "by_sft", "by_dispatch", "busy", "seat", "digests", "captured")
-_NUMBERS = tuple(field.name for field in dataclasses.fields(Tree) if field.name not in (*_OWN, *_DERIVED))
-_NEW_NODE = dict.fromkeys((*_CLOCKS, "last_success_step", "last_fail_step"), NEVER)
-_NEW_NODE |= {"created_step": 0, "observations": 0, "last_k_succ": None, "last_k_total": None}
-_NEW_NODE |= {"dispatch_tick": 0, "sft_updates": 0, "mastered_in_a_row": 0}
-_COMPARED = ("active", "observations", "last_k_succ", "last_k_total", "created_step", *_CLOCKS)
-_COMPARED += ("last_success_step", "last_fail_step", "sft_updates", "mastered_in_a_row")
+_COMPARED = NODE_FIELDS[3:]
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """A saved forest in memory; all its events wait.
-
-    trees: by key, in insertion order. counters: those of `forest_records.Counters`, and `next_node`, `next_event`.
-    history: those of `forest_records.History`.
-    """
-
-    trees: dict[bytes, Tree]
-    counters: dict[str, int]
-    history: dict[str, int]
-
-    def nodes(self) -> Iterable[Node]:
-        return itertools.chain.from_iterable(tree.nodes for tree in self.trees.values())
-
-    def num_events(self) -> int:
-        return sum(len(node.waiting) for node in self.nodes())
-
-
-def empty() -> Saved:
-    return Saved({}, dataclasses.asdict(Counters()) | {"next_node": 0, "next_event": 0}, dataclasses.asdict(History()))
-
-
-def read(folder: str) -> Saved:
-    """Reads a folder that `Forest.state` or `write` has filled.
-
-    Raises:
-      ValueError: the folder's pool type or format version is another one.
-    """
-    index = Index(track_arrivals=False)
-    counters = forest_state.read(folder, index)
-    return Saved(index.trees, dataclasses.asdict(Counters()) | counters, dataclasses.asdict(index.history))
-
-
-def write(saved: Saved, folder: str) -> None:
-    """Fills an existing, empty folder, from which `Forest.restore` and `read` give the same forest."""
-    writer = forest_state.Writer()
-    for tree in saved.trees.values():
-        rows = forest_state.Rows()
-        rows.add(tree)
-        writer.add(rows)
-    writer.write(folder, saved.counters, saved.history)
-
-
-def last_step(saved: Saved) -> int:
+def last_step(saved: SavedForest) -> int:
     """The newest step that left a trace in the forest; 0 for one that was never touched."""
     of_trees = (max(tree.created_step, tree.last_updated_step, tree.rollout_clock) for tree in saved.trees.values())
     of_nodes = (max(node.created_step, node.rollout_clock, node.dispatch_clock) for node in saved.nodes())
@@ -84,7 +41,7 @@ def last_step(saved: Saved) -> int:
 #### Merging
 
 
-def merge(first: Saved, second: Saved) -> Saved:
+def merge(first: SavedForest, second: SavedForest) -> SavedForest:
     """The union by prompt and state; of `second`, only what `first` lacks gets new handles, behind those of `first`.
 
     A state that both have: is active if it is in either; its observations and SFT updates are added up; its last group is the
@@ -97,22 +54,21 @@ def merge(first: Saved, second: Saved) -> Saved:
     Raises:
       ValueError: the two have a prompt with different answers or sources; names it.
     """
-    second = _renumbered(second, first.counters["next_node"], first.counters["next_event"])
+    second = _renumbered(second, first.counters.next_node, first.counters.next_event)
     trees, before = {}, first.num_events() + second.num_events()
     for key in first.trees | second.trees:
         both = [forest.trees[key] for forest in (first, second) if key in forest.trees]
         trees[key] = both[0] if len(both) == 1 else _merged_tree(*both)
-    counters = {name: first.counters[name] + second.counters[name] for name in first.counters}
-    counters["next_node"], counters["next_event"] = second.counters["next_node"], second.counters["next_event"]
-    history = {name: first.history[name] + second.history[name] for name in first.history}
-    steps = [forest.history["first_child_step"] for forest in (first, second)]
-    history["first_child_step"] = min((step for step in steps if step != NEVER), default=NEVER)
-    merged = Saved(trees, counters, history)
-    counters["enqueued"] -= before - merged.num_events()
+    counters, other = dataclasses.asdict(first.counters), dataclasses.asdict(second.counters)
+    counters = {name: counters[name] + other[name] for name in counters}
+    steps = [forest.counters.first_child_step for forest in (first, second)]
+    counters |= {"first_child_step": min((step for step in steps if step != NEVER), default=NEVER)}
+    merged = SavedForest(trees, Counters(**counters | {name: other[name] for name in ("next_node", "next_event")}))
+    merged.counters.enqueued -= before - merged.num_events()
     return merged
 
 
-def _renumbered(saved: Saved, nodes: int, events: int) -> Saved:
+def _renumbered(saved: SavedForest, nodes: int, events: int) -> SavedForest:
     def moved(node: Node) -> Node:
         return dataclasses.replace(
             node,
@@ -122,24 +78,14 @@ def _renumbered(saved: Saved, nodes: int, events: int) -> Saved:
             waiting=[(step, event + events, node.id + nodes, ids) for step, event, _, ids in node.waiting],
         )
 
-    trees = {key: _with_nodes(tree, [moved(node) for node in tree.nodes]) for key, tree in saved.trees.items()}
-    counters = saved.counters | {
-        "next_node": saved.counters["next_node"] + nodes,
-        "next_event": saved.counters["next_event"] + events,
-    }
-    return Saved(trees, counters, saved.history)
+    counters = dataclasses.replace(
+        saved.counters, next_node=saved.counters.next_node + nodes, next_event=saved.counters.next_event + events
+    )
+    return SavedForest(_each_node(saved, moved), counters)
 
 
-def _with_nodes(tree: Tree, nodes: list[Node], **changes: Any) -> Tree:
-    """The tree's own values with other nodes, parents first; what the index derives from them is left out."""
-    children: dict[int | None, list[int]] = {}
-    depths: dict[int | None, int] = {None: -1}
-    for node in nodes:
-        children.setdefault(node.parent, []).append(node.id)
-        depths[node.id] = depths[node.parent] + 1
-    nodes = [dataclasses.replace(node, children=tuple(children.get(node.id, ())), depth=depths[node.id]) for node in nodes]
-    kept = {name: getattr(tree, name) for name in (*_OWN, *_NUMBERS)}
-    return Tree(**(kept | changes | {"nodes": nodes}))
+def _each_node(saved: SavedForest, change: Callable[[Node], Node]) -> dict[bytes, Tree]:
+    return {key: dataclasses.replace(tree, nodes=[change(node) for node in tree.nodes]) for key, tree in saved.trees.items()}
 
 
 def _merged_tree(a: Tree, b: Tree) -> Tree:
@@ -156,7 +102,7 @@ def _merged_tree(a: Tree, b: Tree) -> Tree:
     for name in _NUMBERS:
         values = getattr(a, name), getattr(b, name)
         numbers[name] = max(values) if name in _LATER else min(values) if name in _EARLIER else sum(values)
-    return _with_nodes(a, _parents_first(list(nodes.values())), problem=_problem(a, b), **numbers)
+    return dataclasses.replace(a, nodes=_parents_first(list(nodes.values())), problem=_problem(a, b), **numbers)
 
 
 def _ranks(tree: Tree) -> dict[int, tuple]:
@@ -185,10 +131,6 @@ def _merged_node(a: Node, b: Node, a_is_older: bool) -> Node:
     changes |= {name: getattr(a, name) + getattr(b, name) for name in ("observations", "sft_updates")}
     changes |= {name: getattr(older, name) for name in ("parent", "origin", "created_step")}
     return dataclasses.replace(a, active=a.active or b.active, waiting=_merged_events(a, b), **changes)
-
-
-def _lateness(node: Node) -> tuple:
-    return node.rollout_clock, -node.last_k_succ / node.last_k_total, node.last_k_total, -node.mastered_in_a_row
 
 
 def _merged_events(a: Node, b: Node) -> list[Event]:
@@ -248,7 +190,7 @@ def _problem(a: Tree, b: Tree) -> Problem:
 
 
 def prune(
-    saved: Saved,
+    saved: SavedForest,
     *,
     retired: bool = False,
     stale: int | None = None,
@@ -256,7 +198,7 @@ def prune(
     longer_than: int | None = None,
     max_nodes: int | None = None,
     drop_trees: Collection[int] = (),
-) -> Saved:
+) -> SavedForest:
     """What is left without the states that one of the criteria names. Ages are in steps before the forest's newest one.
 
     Children of a state that goes are hung up at its nearest ancestor that stays; its waiting failures go, counted as `cleared`.
@@ -303,8 +245,8 @@ def prune(
         pruned = _only(tree, {tree.nodes[0].id, *(node.id for node in kept)}, waits)
         if any(node.active or node.waiting for node in pruned.nodes):
             trees[key] = pruned
-    left = Saved(trees, dict(saved.counters), saved.history)
-    left.counters["cleared"] += saved.num_events() - left.num_events()
+    left = SavedForest(trees, dataclasses.replace(saved.counters))
+    left.counters.cleared += saved.num_events() - left.num_events()
     return left
 
 
@@ -318,19 +260,16 @@ def _only(tree: Tree, handles: set[int], waits: Callable[[Node, Event], bool]) -
         while parent is not None and parent not in handles:
             parent = parents[parent]
         nodes.append(dataclasses.replace(node, parent=parent, waiting=[event for event in node.waiting if waits(node, event)]))
-    return _with_nodes(tree, nodes)
+    return dataclasses.replace(tree, nodes=nodes)
 
 
-def reopened(saved: Saved) -> Saved:
+def reopened(saved: SavedForest) -> SavedForest:
     """All states active again: for a student that has not mastered what another has."""
-    trees = {
-        key: _with_nodes(tree, [dataclasses.replace(node, active=True, mastered_in_a_row=0) for node in tree.nodes])
-        for key, tree in saved.trees.items()
-    }
-    return Saved(trees, saved.counters, saved.history)
+    trees = _each_node(saved, lambda node: dataclasses.replace(node, active=True, mastered_in_a_row=0))
+    return SavedForest(trees, saved.counters)
 
 
-def without_history(saved: Saved) -> Saved:
+def without_history(saved: SavedForest) -> SavedForest:
     """The forest for the first step of another run: states, corrections and waiting failures, all of step 0.
 
     Clocks and counts of another student's steps would mislead the order of use and the reported success rates. What is retired
@@ -338,16 +277,77 @@ def without_history(saved: Saved) -> Saved:
     """
 
     def renewed(node: Node) -> Node:
-        return dataclasses.replace(
-            node, **_NEW_NODE, waiting=[(0, *event[1:]) for event in sorted(node.waiting, key=lambda e: e[1])]
+        waiting = [(0, *event[1:]) for event in sorted(node.waiting, key=lambda event: event[1])]
+        return Node(node.id, node.tree, node.parent, node.ids, 0, node.origin, active=node.active, waiting=waiting)
+
+    renewed_nodes = _each_node(saved, renewed)
+    trees = {key: Tree(key, tree.problem, tree.nodes, 0, 0) for key, tree in renewed_nodes.items()}
+    counters = Counters(saved.counters.next_node, saved.counters.next_event, enqueued=saved.num_events())
+    return SavedForest(trees, counters)
+
+
+#### A run that begins with the forest of another
+
+
+def forest_to_start_from(config: ml_collections.ConfigDict) -> SavedForest | None:
+    """The forest that `curriculum.start_from` names, without its history (`without_history`).
+
+    A run that is resumed no longer needs that forest: its own checkpoint, which is restored next, takes its place. None if the
+    forest is gone by then.
+
+    Raises:
+      FileNotFoundError: the forest is gone, and this run has no checkpoint.
+      ValueError: its problems are of sources that this run does not grade, or among those that it is judged by; or its states
+        leave no room for a response; says what to do.
+    """
+    try:
+        place = find(config.curriculum.start_from)
+    except FileNotFoundError:
+        if not any((run_folder(config) / "checkpoints").glob("[0-9]*")):
+            raise
+        return None
+    saved = without_history(read(str(place.folder)))
+    check_room(saved, config.rollout.max_model_len - config.curriculum.min_remaining_tokens)
+    check_problems(saved, config)
+    active = sum(node.candidate for node in saved.nodes())
+    log.info("the run begins with the forest of %s: %d trees, %d active states", place.folder, len(saved.trees), active)
+    return saved
+
+
+def check_room(saved: SavedForest, longest: int) -> None:
+    sizes = [len(node.ids) for node in saved.nodes() if node.parent is not None and len(node.ids) > longest]
+    if sizes:
+        raise ValueError(
+            f"curriculum.start_from: {len(sizes)} states are longer than rollout.max_model_len - curriculum.min_remaining_tokens "
+            f"= {longest} tokens, the longest has {max(sizes)}. Raise rollout.max_model_len, or take them out: "
+            f"python -m deepgrpo.forest prune FOREST --longer-than={longest} --out=NEW"
         )
 
-    numbers = dict.fromkeys(_NUMBERS, 0) | dict.fromkeys(_CLOCKS, NEVER)
-    trees = {key: _with_nodes(tree, [renewed(node) for node in tree.nodes], **numbers) for key, tree in saved.trees.items()}
-    handles = {name: saved.counters[name] for name in ("next_node", "next_event")}
-    fresh = Saved(trees, empty().counters | handles, empty().history)
-    fresh.counters["enqueued"] = fresh.num_events()
-    return fresh
+
+def check_problems(saved: SavedForest, config: ml_collections.ConfigDict) -> None:
+    """Compares with the run's data sets, read once more: only a new run's first minutes pay for it."""
+    data, problems = config.data, [tree.problem for tree in saved.trees.values()]
+    held_out = [row for spec in (*data.validation, *data.selection) for row in _rows(spec, data.validation_limit)]
+    graded = {row.data_source for row in held_out} | {row.data_source for spec in data.train for row in _rows(spec, data.limit)}
+    if foreign := sorted({problem.data_source for problem in problems} - graded):
+        raise ValueError(
+            f"curriculum.start_from: its problems are of {', '.join(foreign)}, this run's data sets of "
+            f"{', '.join(sorted(graded))}: nothing would grade them. Name a data set of that source in data.train, or choose "
+            "another forest"
+        )
+    found = overlap([problem.question for problem in problems], [row.question for row in held_out]).found
+    if found and not data.allow_overlap:
+        held, tree = found[0]
+        raise ValueError(
+            f"curriculum.start_from: {len(found)} questions of data.validation or data.selection are in the forest, such as "
+            f"{held_out[held].question[:200]!r} in tree {tree}: every score would be too good. Take such trees out "
+            "(python -m deepgrpo.forest prune --drop-tree), or set --config.data.allow_overlap=true"
+        )
+
+
+def _rows(spec: str, limit: int) -> list[readers.Row]:
+    rows = [row for row in readers.read(spec) if row.ground_truth is not None]
+    return rows[:limit] if limit else rows
 
 
 #### Comparing
@@ -372,7 +372,7 @@ class Diff:
         return any(parts) or any(self.events)
 
 
-def diff(first: Saved, second: Saved) -> Diff:
+def diff(first: SavedForest, second: SavedForest) -> Diff:
     """Compares by prompt and state; handles and insertion order don't count."""
     added, removed, changed = [], [], []
     for key in (key for key in second.trees if key in first.trees):
@@ -407,5 +407,5 @@ def _changes(a: Node, b: Node, sizes_a: dict[int, int], sizes_b: dict[int, int])
     return {name: values for name, values in fields.items() if values[0] != values[1]}
 
 
-def _events(saved: Saved) -> Counter:
+def _events(saved: SavedForest) -> Counter:
     return Counter((node.ids.tobytes(), step, ids.tobytes()) for node in saved.nodes() for step, _, _, ids in node.waiting)

@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as Branch
 
-from deepgrpo.curriculum.forest_records import Node, Tree
-from deepgrpo.curriculum.forest_tools import Saved, last_step
+from deepgrpo.curriculum.forest_index import Node, Tree
+from deepgrpo.curriculum.forest_state import SavedForest
+from deepgrpo.curriculum.forest_tools import last_step
 from deepgrpo.types import Ids
 
 CUT = "✂"
@@ -53,7 +54,7 @@ def texts_after(pieces: Sequence[tuple[Ids, Ids]], decode: Decode) -> list[str]:
 #### Rows
 
 
-def rows(saved: Saved, trees: Sequence[int], decode: Decode | None, now: int, most: int = 0) -> list[dict[str, Any]]:
+def rows(saved: SavedForest, trees: Sequence[int], decode: Decode | None, now: int, most: int = 0) -> list[dict[str, Any]]:
     """A row a state of the given trees (numbers in insertion order), parents before children; `*_ids` are int32[len].
 
     depth: tokens of the locked prefix. k_succ, k_total: of the last group, None if there was none. age: steps since it was made,
@@ -148,7 +149,7 @@ def _add_texts(made: Sequence[dict[str, Any]], decode: Decode, most: int) -> Non
 #### Summary and order
 
 
-def summary(saved: Saved) -> dict[str, Any]:
+def summary(saved: SavedForest) -> dict[str, Any]:
     nodes = list(saved.nodes())
     states = [node for node in nodes if node.parent is not None]
     seen = [node.last_k_succ / node.last_k_total for node in states if node.last_k_total]
@@ -162,7 +163,7 @@ def summary(saved: Saved) -> dict[str, Any]:
         "mean success of the last groups": round(sum(seen) / len(seen), 3) if seen else None,
         "prefix tokens (median, most)": f"{depths[len(depths) // 2]}, {depths[-1]}" if depths else "-",
         "failures waiting for the teacher": saved.num_events(),
-        "corrections accepted, of dispatched": f"{saved.counters['succeeded']} of {saved.counters['dispatched']}",
+        "corrections accepted, of dispatched": f"{saved.counters.succeeded} of {saved.counters.dispatched}",
         "newest step": last_step(saved),
     }
 
@@ -178,7 +179,7 @@ SORTS: dict[str, Callable[[Tree], Any]] = {
 }
 
 
-def ordered(saved: Saved, sort: str) -> list[int]:
+def ordered(saved: SavedForest, sort: str) -> list[int]:
     """Numbers of the trees by one of SORTS; ties in insertion order."""
     trees = list(saved.trees.values())
     return sorted(range(len(trees)), key=lambda number: SORTS[sort](trees[number]))
@@ -187,7 +188,7 @@ def ordered(saved: Saved, sort: str) -> list[int]:
 #### Terminal
 
 
-def summary_table(saved: Saved, title: str) -> Table:
+def summary_table(saved: SavedForest, title: str) -> Table:
     table = Table(title=escape(title), show_header=False)
     for name, value in summary(saved).items():
         table.add_row(name, "-" if value is None else str(value))
@@ -253,7 +254,7 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.2em 0;font:13px/1.4 ui-m
 """
 
 
-def html_page(saved: Saved, made: Sequence[dict[str, Any]], title: str) -> Iterator[str]:
+def html_page(saved: SavedForest, made: Sequence[dict[str, Any]], title: str) -> Iterator[str]:
     """One self-contained page in pieces, of rows in the order of `depth_first`: no script, nothing fetched."""
     yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{_STYLE}</style>"
     yield f"<h1>{html.escape(title)}</h1><table>"

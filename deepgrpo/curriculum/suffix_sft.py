@@ -7,20 +7,21 @@ Rows: prompt = state, response = suffix; the optimizer is the teacher's own (`Le
 
 import collections
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
 
 import ml_collections
 import numpy as np
 
 from deepgrpo.curriculum.base import Curriculum
-from deepgrpo.curriculum.forest_pool import Forest
-from deepgrpo.curriculum.forest_records import SuffixEntry
-from deepgrpo.curriculum.forest_sft import epoch_sft_minibatches
+from deepgrpo.curriculum.forest import SuffixEntry
 from deepgrpo.learner.attach import closed, suffix_row
 from deepgrpo.learner.objective import TEACHER
 from deepgrpo.learner.rows import Row
 
-SCHEDULES = ("off", "epoch_local", "post_step")
+PASSES = 5  # epoch_local: over the states that an epoch brought
+MAX_BATCHES = 1  # post_step: most optimizer steps on suffixes after a training step
+T = TypeVar("T")
 Update = Callable[[Sequence[Row], int], tuple[dict[str, float], list[bool]]]  # `Learner.update_teacher`
 OF_EPOCH = ("trees_cleaned_after_clear", "events_cleared", "events_cleared_pending", "events_cleared_in_flight", "snapshot_nodes")
 OF_EPOCH += ("snapshot_trees", "sample_batches", "sampled_entries", "dropped_entries", "optimizer_steps", "recorded_entries")
@@ -43,36 +44,18 @@ class SuffixSft:
     steps: optimizer steps that the last `train` made.
     """
 
-    def __init__(
-        self,
-        pool: Forest | None,
-        update: Update,
-        *,
-        schedule: str,
-        batch: int,
-        passes: int = 5,
-        max_batches: int = 1,
-        allow_partial: bool = False,
-        apart: bool = True,
-        stop_ids: Sequence[int],
-        max_model_len: int,
-    ):
+    def __init__(self, config: ml_collections.ConfigDict, curriculum: Curriculum | None, update: Update, stop_ids: Sequence[int]):
         """Args:
-          pool: whose suffixes; None only with schedule "off". update: trains on rows.
-          batch: states of an optimizer step. passes: over an epoch's states. max_batches: after a training step (post_step).
-          allow_partial: post_step may train on fewer states than a batch.
-          apart: with schedule "off", teacher rows that the training step has already get optimizer steps of their own.
-          stop_ids: of the student; the first one closes a suffix. max_model_len: longer rows are left out.
-
-        Raises:
-          ValueError: unknown schedule.
+        config: the whole configuration. curriculum: a forest, whose suffixes are trained on, if the schedule is not "off".
+        update: trains on rows (`Learner.update_teacher`). stop_ids: of the student; the first one closes a suffix.
         """
-        if schedule not in SCHEDULES:
-            raise ValueError(f"curriculum.suffix_sft is {schedule!r}, expected one of {', '.join(SCHEDULES)}")
+        teacher = config.optim.teacher
         self.steps = 0
-        self._pool, self._update, self._schedule = pool, update, schedule
-        self._batch, self._passes, self._max_batches, self._partial = batch, passes, max_batches, allow_partial
-        self._apart, self._stop_ids, self._limit = apart, tuple(stop_ids), max_model_len
+        self._pool, self._update, self._schedule = curriculum, update, config.curriculum.suffix_sft
+        self._batch, self._partial = teacher.mini_batch_rows, teacher.allow_partial  # states of an optimizer step
+        # With schedule "off", teacher rows that the training step has already get optimizer steps of their own.
+        self._separate_steps = config.objective.teacher_update == "post_ppo"
+        self._stop_ids, self._limit = tuple(stop_ids), config.rollout.max_model_len
         self._window_start = 1  # first training step whose states the next phase trains on
         self._ended = 0  # passes over the data whose end was noticed
 
@@ -87,7 +70,7 @@ class SuffixSft:
         """
         self.steps = 0
         if self._schedule == "off":
-            own = [row for row in rows if row.source == TEACHER] if self._apart else []
+            own = [row for row in rows if row.source == TEACHER] if self._separate_steps else []
             return self._steps(own, step)[0] if own else {}
         begun = time.monotonic()
         metrics, due = self._readiness(), ended > self._ended or last
@@ -118,7 +101,7 @@ class SuffixSft:
         seen["snapshot_trees"], seen["waiting_for_full_batch"] = trees, int(trees < self._batch)
         seen["needed_for_next_batch"] = max(0, self._batch - trees)
         parts: list[dict[str, float]] = []
-        for _, chosen in epoch_sft_minibatches([(entry.tree, entry) for entry in entries], self._batch, self._passes):
+        for _, chosen in epoch_sft_minibatches([(entry.tree, entry) for entry in entries], self._batch, PASSES):
             seen["sample_batches"] += 1
             seen["sampled_entries"] += len(chosen)
             if len(self._trainable(chosen)) < len(chosen):
@@ -127,19 +110,19 @@ class SuffixSft:
                 continue
             self._pool.mark_sft([entry.node for entry in chosen], step)
             parts.append(self._train_on(chosen, step, seen))
-        seen["dropped_entries"] = max(0, len(entries) * self._passes - seen["sampled_entries"])
+        seen["dropped_entries"] = max(0, len(entries) * PASSES - seen["sampled_entries"])
         seen["optimizer_steps"] = seen["actor_post_sft_optimizer_steps"] = self.steps
         metrics = {f"epoch_suffix_sft/{name}": float(seen[name]) for name in OF_EPOCH}
         epoch = ended - 1 if ended > self._ended else ended  # over, or cut short by the run's end
         about = {"enabled": 1, "epoch": epoch, "epoch_start_step": self._window_start, "epoch_end_step": step}
-        about |= {"passes": self._passes, "train_chunk_size": self._batch}
+        about |= {"passes": PASSES, "train_chunk_size": self._batch}
         self._window_start = step + 1
         return metrics | {f"epoch_suffix_sft/{name}": float(value) for name, value in about.items()} | _means(parts)
 
     def _after_step(self, step: int) -> dict[str, float]:
         """Trains on as many full batches of distinct trees as there are, up to the cap."""
         ready, seen = self._pool.ready_counts()["sft_trees"], collections.Counter()
-        n = min(self._max_batches, ready // self._batch) * self._batch
+        n = min(MAX_BATCHES, ready // self._batch) * self._batch
         if not n:
             seen["waiting_for_full_batch"], seen["needed_for_next_batch"] = 1, self._batch - ready
             n = seen["partial_batch_entries"] = ready if self._partial else 0
@@ -197,19 +180,26 @@ def _means(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     return {key: float(np.sum(v) if key.endswith("_steps") else np.mean(v)) for key, v in values.items()}
 
 
-def create(config: ml_collections.ConfigDict, curriculum: Curriculum, update: Update, stop_ids: Sequence[int]) -> SuffixSft:
-    """Builds the schedule from the whole configuration; with any but "off" the curriculum is a forest.
+def epoch_sft_minibatches(
+    snapshot: Sequence[tuple[Hashable, T]], mini_batch_size: int, epoch_passes: int
+) -> Iterator[tuple[int, list[T]]]:
+    """Yields (pass, mini-batch) from a frozen snapshot of (tree, node) pairs.
 
-    update: `Learner.update_teacher`.
+    Every batch is full and has nodes of distinct trees. Within a pass each node is used at most once: a ring of trees is walked,
+    taking one node of each tree that still has one, from where the last batch stopped; the pass ends when fewer than
+    `mini_batch_size` trees have nodes left, and what they still have is dropped.
+
+    Raises:
+      ValueError: `mini_batch_size` is not positive or `epoch_passes` is negative.
     """
-    teacher, schedule = config.optim.teacher, config.curriculum.suffix_sft
-    return SuffixSft(
-        None if schedule == "off" else curriculum.pool,
-        update,
-        schedule=schedule,
-        batch=teacher.mini_batch_rows,
-        allow_partial=teacher.allow_partial,
-        apart=config.objective.teacher_update == "post_ppo",
-        stop_ids=stop_ids,
-        max_model_len=config.rollout.max_model_len,
-    )
+    if mini_batch_size < 1 or epoch_passes < 0:
+        raise ValueError(f"expected mini_batch_size >= 1 and epoch_passes >= 0, got {mini_batch_size} and {epoch_passes}")
+    groups: dict[Hashable, list[T]] = {}
+    for tree, node in snapshot:
+        groups.setdefault(tree, []).append(node)
+    for epoch_pass in range(epoch_passes):
+        ring = collections.deque(collections.deque(nodes) for nodes in groups.values())  # only trees with nodes left
+        while len(ring) >= mini_batch_size:
+            trees = [ring.popleft() for _ in range(mini_batch_size)]
+            yield epoch_pass, [nodes.popleft() for nodes in trees]
+            ring.extend(nodes for nodes in trees if nodes)

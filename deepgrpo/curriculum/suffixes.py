@@ -1,81 +1,130 @@
 """Teacher suffixes as a stream of their own: failures go to the teacher, and what it corrected is branched from once.
 
-The queue to the teacher is `failed_pool`, what comes back waits in `annotated_pool`. Once that holds a batch, a step takes it:
-each entry's shared prefix is continued by the student, beside the teacher's own suffix (`learner.attach`).
+The queue to the teacher is `failed_pool`, what comes back waits here. Once there is a batch, a step takes it: each entry's shared
+prefix is continued by the student, beside the teacher's own suffix.
 """
 
-import threading
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum.annotated_pool import AnnotatedEntry, AnnotatedPool
-from deepgrpo.curriculum.base import Correction, Curriculum, Failure, State
-from deepgrpo.curriculum.branches import STREAM, is_branch
-from deepgrpo.curriculum.failed_pool import FailedPool, FailedRollout
-from deepgrpo.curriculum.feedback import check_failures, check_step, failures_for_teacher, wanted_failures
-from deepgrpo.curriculum.header import as_saved, read_header, write_header
-from deepgrpo.curriculum.saved_rows import read_saved, write_saved
-from deepgrpo.curriculum.weighted import FAILURES, STATES, generator
-from deepgrpo.types import Group, Ids, as_ids
+from deepgrpo.curriculum.base import STATES, STREAM, Correction, State, check_step, generator, named, sample
+from deepgrpo.curriculum.failed_pool import FailedPool, FailedRollout, QueuedCurriculum
+from deepgrpo.curriculum.saved import Saved, saved_counts
+from deepgrpo.types import Group, Ids, Problem, as_ids
 
-POOL, VERSION = "suffixes", 1
+MAX_SIZE = 10000  # newest corrected failures kept
 
 
-class SuffixCurriculum(Curriculum):
-    """`base.Curriculum` on a `FailedPool` and an `AnnotatedPool`. One lock guards both."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class AnnotatedEntry:
+    """One corrected failure.
 
-    def __init__(
-        self,
-        failed: FailedPool,
-        annotated: AnnotatedPool,
-        *,
-        seed: int,
-        threshold: float,
-        failures: str = "all",
-        batch_threshold: int = 128,
-        branches_per_entry: int = 4,
-        strategy: str = "stratified",
-    ):
-        """Args:
-        threshold: success is reward > threshold. failures: see `feedback.failures_for_teacher`.
-        batch_threshold: entries that are taken at once. branches_per_entry: the student's continuations of each.
-        strategy: see `AnnotatedPool.take`.
+    group_id: of the rollouts that it was one of. step: at which the correction came. reward: of the corrected answer.
+    state_ids: int32[len], what the rollouts started from. prefix_ids: int32[len], what student and teacher share.
+    suffix_ids: int32[len], the teacher's tokens after it, closed by a stop id.
+    failed_suffix_ids: int32[len], what the student had written instead.
+    """
+
+    problem: Problem
+    group_id: str
+    state_ids: Ids
+    prefix_ids: Ids
+    suffix_ids: Ids
+    reward: float
+    failed_suffix_ids: Ids
+    step: int
+
+
+class AnnotatedPool:
+    """The newest `max_size` entries, in order of arrival; each is taken once. Its owner holds the lock."""
+
+    def __init__(self, max_size: int = MAX_SIZE):
+        self.max_size, self.dropped = max_size, 0
+        self.entries: list[AnnotatedEntry] = []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def add(self, entries: Sequence[AnnotatedEntry]) -> int:
+        """Appends entries, then drops the oldest ones above the bound; returns the pool's size.
+
+        Raises:
+          ValueError: an entry has no teacher suffix. Those before it stay, and nothing is dropped.
         """
-        check_failures(failures)
-        self.failed, self.annotated = failed, annotated
-        self._seed, self._threshold, self._failures = seed, threshold, failures
-        self._batch, self._n, self._strategy = batch_threshold, branches_per_entry, strategy
-        self._taken: dict[tuple[int, int], AnnotatedEntry] = {}  # by (step, place): rolled out, not yet observed
-        self._lock = threading.Lock()
+        for entry in entries:
+            if entry.suffix_ids is None:
+                raise ValueError(f"problem {entry.problem.index} ({entry.problem.data_source!r}): a correction without a suffix")
+            self.entries.append(entry)
+        excess = max(len(self.entries) - self.max_size, 0)
+        del self.entries[:excess]
+        self.dropped += excess
+        return len(self.entries)
 
-    def wanted(self, batch_size: int) -> int:
+    def take(self, n: int, random: np.random.Generator, strategy: str = "stratified") -> list[AnnotatedEntry]:
+        """Removes and returns min(n, size) entries; see `base.sample`, the groups being those that the entries come from."""
+        if not self.entries:
+            return []
+        chosen = sample([entry.group_id for entry in self.entries], n, random, strategy)
+        taken, gone = [self.entries[i] for i in chosen], set(chosen)
+        self.entries = [entry for i, entry in enumerate(self.entries) if i not in gone]
+        return taken
+
+    def metrics(self) -> dict[str, float]:
+        counts = {"size": len(self.entries), "dropped_capacity": self.dropped}
+        if self.entries:
+            counts["unique_trees"] = len({entry.group_id for entry in self.entries})
+        return named("teacher_pool", counts)
+
+    def saved(self) -> Saved:
+        return Saved(list(self.entries), {"dropped_capacity": self.dropped})
+
+    def load(self, saved: Saved) -> None:
+        self.entries, self.dropped = list(saved.rows), saved_counts(saved.numbers, {"dropped_capacity": 0})["dropped_capacity"]
+
+
+class SuffixPool(QueuedCurriculum):
+    """`base.Curriculum` on a `FailedPool` and an `AnnotatedPool`."""
+
+    name, version = "suffixes", 2
+    keeps_suffixes = branches = True
+    records = {"failed_pool": FailedRollout, "annotated_pool": AnnotatedEntry}
+
+    def __init__(self, config: ml_collections.ConfigDict):
+        super().__init__(config, FailedPool())
+        self.annotated = AnnotatedPool()
+        self.batch = config.branches.batch_threshold  # entries that are taken at once
+        self.branches_per_entry = config.branches.branches_per_entry  # the student's continuations of each
+        self.taken: dict[tuple[int, int], AnnotatedEntry] = {}  # by (step, place): rolled out, not yet observed
+
+    def num_to_inject(self, batch_size: int) -> int:
         """A whole batch, or nothing."""
-        with self._lock:
-            return self._batch if self.annotated.has_enough(self._batch) else 0
+        with self.lock:
+            return self.batch if len(self.annotated) >= self.batch else 0
 
     def sample(self, n: int, step: int) -> list[State]:
         """Removes entries from the pool; until `observe`, `continuation` knows them."""
         check_step(step)
-        with self._lock:
-            entries = self.annotated.take(n, self._strategy, generator(self._seed, step, STATES))
+        with self.lock:
+            entries = self.annotated.take(n, generator(self.seed, step, STATES))
             taken = {(step, i): entry for i, entry in enumerate(entries)}
-            self._taken |= taken
+            self.taken |= taken
         return [
-            State(as_ids(np.concatenate([entry.state_ids, entry.prefix_ids])), entry.problem, node, self._n, STREAM)
-            for node, entry in taken.items()
+            State(as_ids(np.concatenate([e.state_ids, e.prefix_ids])), e.problem, node, self.branches_per_entry, STREAM)
+            for node, e in taken.items()
         ]
 
     def continuation(self, node: Any) -> tuple[Ids, float] | None:
-        with self._lock:
-            entry = self._taken.get(node)
+        with self.lock:
+            entry = self.taken.get(node)
         return None if entry is None else (entry.suffix_ids, entry.reward)
 
     def look_up(self, node: Any) -> Mapping[str, Any]:
-        with self._lock:
-            entry = self._taken.get(node)
+        with self.lock:
+            entry = self.taken.get(node)
         if entry is None:
             return {}
         suffixes = {"suffix_ids": entry.suffix_ids, "failed_suffix_ids": entry.failed_suffix_ids, "reward": entry.reward}
@@ -84,80 +133,29 @@ class SuffixCurriculum(Curriculum):
     def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The failures of the data set's groups go to the teacher; those of continuations do not. Entries taken are forgotten."""
         check_step(step)
-        failed = [entry for group in groups if not is_branch(group) for entry in self._entries(group)]
-        with self._lock:
+        continued = [group for group in groups if group.prompt.stream == STREAM]
+        failed = [entry for group in groups if group.prompt.stream != STREAM for entry in self.failures_of(group)]
+        with self.lock:
             self.failed.add(failed, step)
-            self._taken = {node: entry for node, entry in self._taken.items() if node[0] > step}
-        counts = {"entries_sampled": sum(map(is_branch, groups)), "failed_collected": len(failed)}
-        return {f"teacher/{name}": float(value) for name, value in counts.items()}
+            self.taken = {node: entry for node, entry in self.taken.items() if node[0] > step}
+        return named("teacher", {"entries_sampled": len(continued), "failed_collected": len(failed)})
 
-    def _entries(self, group: Group) -> list[FailedRollout]:
-        rollouts = failures_for_teacher(group, self._threshold, self._failures)
-        prompt = group.prompt
-        return [FailedRollout(prompt.problem, prompt.group_id, prompt.ids, r.completion.ids) for r in rollouts]
+    def corrected(self, failed: FailedRollout, correction: Correction, step: int) -> AnnotatedEntry:
+        fields = {field.name: getattr(correction, field.name) for field in dataclasses.fields(correction)}
+        return AnnotatedEntry(failed.problem, failed.group_id, failed.state_ids, **fields, step=step)
 
-    def dispatch(self, max_items: int, step: int) -> list[Failure]:
-        with self._lock:
-            return self.failed.dispatch(max_items, generator(self._seed, step, FAILURES, self.failed.dispatched))
-
-    def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
-        """Returns "added", "failed" (no correction: the failure is forgotten) or "stale" (the failure is not in flight)."""
-        with self._lock:
-            if (failed := self.failed.settle(failure.event)) is None:
-                return "stale"
-            if correction is None:
-                return "failed"
-            entry = AnnotatedEntry(
-                problem=failed.problem,
-                group_id=failed.group_id,
-                state_ids=failed.state_ids,
-                prefix_ids=correction.prefix_ids,
-                suffix_ids=correction.suffix_ids,
-                reward=correction.reward,
-                failed_suffix_ids=correction.failed_suffix_ids,
-                step=step,
-            )
-            self.annotated.add([entry])
-            return "added"
-
-    def requeue(self, failure: Failure) -> None:
-        with self._lock:
-            self.failed.requeue(failure.event)
-
-    def pending(self) -> int:
-        with self._lock:
-            return len(self.failed)
+    def add(self, entry: AnnotatedEntry) -> None:
+        self.annotated.add([entry])
 
     def metrics(self) -> Mapping[str, float]:
-        with self._lock:
+        with self.lock:
             return self.annotated.metrics() | self.failed.metrics()
 
-    def state(self, folder: str) -> None:
-        with self._lock:
-            annotated, failed = self.annotated.saved(), self.failed.saved()
-        write_saved(folder, "annotated_pool", annotated)
-        write_saved(folder, "failed_pool", failed)
-        write_header(folder, POOL, VERSION, {})
+    def saved(self) -> tuple[dict[str, Saved], dict[str, Any]]:
+        tables, fields = super().saved()
+        return tables | {"annotated_pool": self.annotated.saved()}, fields
 
-    def restore(self, folder: str) -> None:
-        read_header(folder, POOL, VERSION)
-        annotated = read_saved(folder, "annotated_pool", AnnotatedEntry)
-        failed = read_saved(folder, "failed_pool", FailedRollout)
-        with as_saved(folder), self._lock:
-            self.annotated.load(annotated)
-            self.failed.load(failed)
-            self._taken = {}
-
-
-def create(config: ml_collections.ConfigDict) -> SuffixCurriculum:
-    """Builds the curriculum from the whole configuration."""
-    keys = config.branches
-    return SuffixCurriculum(
-        FailedPool(),
-        AnnotatedPool(),
-        seed=config.seed,
-        threshold=config.rewards.threshold,
-        failures=wanted_failures(config),
-        batch_threshold=keys.batch_threshold,
-        branches_per_entry=keys.branches_per_entry,
-    )
+    def load(self, tables: Mapping[str, Saved], fields: Mapping[str, Any]) -> None:
+        super().load(tables, fields)
+        self.annotated.load(tables["annotated_pool"])
+        self.taken = {}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from deepgrpo.curriculum.base import injection_count
 from deepgrpo.learner.objective import STREAMS
 
 SHUFFLE = 1  # purpose of this module's randomness in (seed, step, purpose)
@@ -76,15 +77,6 @@ def shuffled(group_ids: Sequence[str], by: str, seed: int, step: int) -> list[in
         members.setdefault(group, []).append(i)
     groups = list(members.values())
     return [i for g in random.permutation(len(groups)) for i in groups[g]]
-
-
-def injection_count(batch_size: int, ratio: float, ready: int, strict_reference: bool = False) -> int:
-    """Number of hard states to add to `batch_size` dataset prompts: min(floor(ratio * batch_size), ready).
-
-    The product is nudged so that 0.29 * 100 counts as 29; `strict_reference` truncates it as it is (28).
-    """
-    wanted = int(ratio * batch_size) if strict_reference else int(np.floor(ratio * batch_size + 1e-9))
-    return min(wanted, ready)
 
 
 def least_prompts(config: Any) -> int:

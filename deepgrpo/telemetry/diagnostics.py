@@ -11,8 +11,8 @@ from typing import Any
 
 import ml_collections
 
-from deepgrpo.curriculum import partition
 from deepgrpo.curriculum.base import Curriculum
+from deepgrpo.curriculum.pivots import create_partition
 from deepgrpo.learner.learner import Learner
 from deepgrpo.learner.rows import Row
 from deepgrpo.learner.sharding import batch_shards
@@ -131,7 +131,7 @@ class Diagnostics:
                 recoverability.evaluate(
                     self._problems,
                     lambda prompts, purpose: loop(setting, prompts, step, purpose),
-                    partition.create(self._config),
+                    create_partition(self._config),
                     branches=self._config.branches.branches_per_point,
                     threshold=self._threshold,
                     max_model_len=self._config.rollout.max_model_len,

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from deepgrpo.curriculum.partition import Partition
-from deepgrpo.curriculum.pivots import Pivot, candidates
+from deepgrpo.curriculum.pivots import Partition, Pivot, candidates
 from deepgrpo.types import Group, Problem, Prompt, as_ids
 
 SEED = 42  # of the subset, the same in every run

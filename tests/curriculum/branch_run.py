@@ -4,15 +4,14 @@ import collections
 
 import numpy as np
 
-from deepgrpo.curriculum.branches import Finder
-from deepgrpo.curriculum.partition import Partition
-from deepgrpo.curriculum.pivots import PivotModel
+from deepgrpo.curriculum.pivots import Partition
 from deepgrpo.learner import rows as rows_lib
 from deepgrpo.learner.objective import BRANCH
 from deepgrpo.loops import reasoning
 from deepgrpo.loops.base import Setting
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
+from tests.curriculum.made import create
 from tests.loops.test_train_step import LastTokenGrader, NumberTokenizer
 
 EOS = 99
@@ -59,19 +58,19 @@ def dataset_prompt(inputs, step=1) -> Prompt:
     return Prompt(row.prompt_ids, row, inputs["rollout_n"], f"{step}:0")
 
 
-def finder(inputs, **options) -> Finder:
-    """By the keys of a golden case."""
-    method = inputs.get("segment_method", "tp")
-    return Finder(
-        Partition(method, inputs.get("tokens_per_node", 50), inputs.get("n_segments", 5), inputs.get("stop_ids", ())),
-        PivotModel(),
-        0,
-        inputs["reward_threshold"],
-        inputs.get("max_model_len", 32),
-        only_on_low_quality=inputs.get("expand_only_on_low_quality", True),
-        n_branch_points=inputs["n_branch_points"],
-        **options,
-    )
+def branching(pool, inputs=(), **changes):
+    """A pool of branches by the keys of a golden case; `changes` are of the section `branches`."""
+    inputs = {"max_model_len": 32, "tokens_per_node": 3} | dict(inputs)
+    names = ("tokens_per_node", "n_branch_points", "branches_per_point", "branches_per_entry")
+    changes = {f"branches__{name}": inputs[name] for name in names if name in inputs} | {
+        f"branches__{name}": value for name, value in changes.items()
+    }
+    curriculum = create(pool, max_model_len=inputs["max_model_len"], **changes)
+    curriculum.only_failures = inputs.get("expand_only_on_low_quality", True)
+    if "segment_method" in inputs:
+        sizes = inputs["tokens_per_node"], inputs.get("n_segments", 5), inputs.get("stop_ids", ())
+        curriculum.partition = Partition(inputs["segment_method"], *sizes)
+    return curriculum
 
 
 def golden_rows(groups) -> dict[str, list]:

@@ -6,10 +6,9 @@ NEVER = -1
 class NaiveForest:
     """States are tuples, events (step, number) pairs in dicts; a node is named (prompt, state)."""
 
-    def __init__(self, max_model_len, min_remaining, max_events_per_parent=0, max_events=0, max_nodes=0, drop_retired=False):
+    def __init__(self, max_model_len, min_remaining, max_events_per_parent=0, max_events=0, max_nodes=0):
         self.room = max_model_len - min_remaining
         self.bounds = max_events_per_parent, max_events, max_nodes
-        self.drop_retired = drop_retired
         self.trees, self.nodes, self.events = [], [], []  # in creation order
         self.dropped = 0
         self.born = 0  # nodes and events are numbered by one sequence; only the order matters
@@ -46,8 +45,6 @@ class NaiveForest:
             return 0
         node["rollout"] = step
         if k_succ >= k_total:
-            if node["active"] and self.drop_retired:
-                self._drop(self._waiting(node))
             node["active"] = False
             return 0
         node["active"] = True

@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from deepgrpo.curriculum.branch_buffer import BranchBuffer
-from deepgrpo.curriculum.branches import BufferedBranches, InlineBranches
+from deepgrpo.curriculum.branches import BranchBuffer
 from deepgrpo.types import Prompt, as_ids
 from tests.conftest import golden_cases
-from tests.curriculum.branch_run import dataset_prompt, finder, golden_rows, in_order, problem, roll, scored, setting
+from tests.curriculum.branch_run import branching, dataset_prompt, golden_rows, in_order, problem, roll, scored, setting
+from tests.curriculum.replay import point
 
-POINTS = {"reward_threshold": 0.0, "tokens_per_node": 3, "n_branch_points": 2}
+POINTS = {"n_branch_points": 2}
 
 
 def assert_rows(found, expected, tolerance):
@@ -27,7 +27,7 @@ def assert_rows(found, expected, tolerance):
 def test_golden_inline(case):
     inputs, expected = case["inputs"], case["expected"]
     parties = setting(inputs["script"], inputs["max_model_len"])
-    curriculum = InlineBranches(finder(inputs), branches_per_point=inputs["branches_per_point"])
+    curriculum = branching("branches_inline", inputs)
     groups = roll(parties, [dataset_prompt(inputs)])
     groups += roll(parties, curriculum.expand(groups, 1))
     assert curriculum.expand(groups, 1) == []
@@ -41,11 +41,11 @@ def test_golden_inline(case):
 @pytest.mark.parametrize("case", golden_cases("branching_*.json", {"branch_one_stage_collect"}))
 def test_golden_collect(case):
     inputs, expected = case["inputs"], case["expected"]
-    curriculum = BufferedBranches(finder(inputs), BranchBuffer(max_model_len=32))
+    curriculum = branching("branches", inputs)
     groups = roll(setting(inputs["script"]), [dataset_prompt(inputs)])
     metrics = curriculum.observe(groups, 1)
     assert_rows(golden_rows(groups)["main_rows"], expected["main_rows"], case["tolerance"])
-    found = [(p.index, p.chain_length, p.state_ids.tolist()) for p in curriculum.buffer.contents()]
+    found = [(p.index, p.chain_length, p.state_ids.tolist()) for p in curriculum.buffer.points]
     points = [(p["index"], p["chain_length"], p["prompt_ids"] + p["response_ids"]) for p in expected["branch_points"]]
     assert sorted(found) == sorted(points) and metrics["buffer/new_points_collected"] == len(points)
     failed = [rollout.completion.ids.tolist() for group in groups for rollout in group.failures(0.0)]
@@ -56,21 +56,17 @@ def test_golden_collect(case):
 def test_golden_expand(case):
     """A buffered point is continued from its context alone."""
     inputs, expected = case["inputs"], case["expected"]
-    curriculum = BufferedBranches(
-        finder(POINTS | {"n_branch_points": 1}, min_pivot_index=1),
-        BranchBuffer(max_model_len=32),
-        branches_per_entry=inputs["branches_per_entry"],
-    )
+    curriculum = branching("branches", {"n_branch_points": 1, "branches_per_entry": inputs["branches_per_entry"]})
+    curriculum.min_index = 1
     context = inputs["context_prompt_ids"] + inputs["context_response_ids"]
     origin = Prompt(as_ids(context[:1]), problem(context[:1]), 1, "0:0")
     response = scored([0.0], origin, length=len(context) + 2)  # one segment that ends with the context, and one more
     ids = as_ids([*context[1:], 5, 6, 99])
     rollout = response.rollouts[0]
     rollout = dataclasses.replace(rollout, completion=dataclasses.replace(rollout.completion, ids=ids))
-    whole = dataclasses.replace(curriculum.finder.partition, tokens_per_node=len(context) - 1)
-    curriculum.finder = dataclasses.replace(curriculum.finder, partition=whole)
+    curriculum.partition = dataclasses.replace(curriculum.partition, tokens_per_node=len(context) - 1)
     curriculum.observe([dataclasses.replace(response, rollouts=(rollout,))], 0)
-    (state,) = curriculum.sample(curriculum.wanted(8), 1)
+    (state,) = curriculum.sample(curriculum.num_to_inject(8), 1)
     groups = roll(setting(inputs["script"]), [Prompt(state.ids, state.problem, state.n, "1:state:0", state.node, state.stream)])
     assert_rows(golden_rows(groups)["branch_rows"], expected["branch_rows"], case["tolerance"])
     assert expected["teacher_rows"] == [] and curriculum.continuation(state.node) is None
@@ -83,7 +79,7 @@ def main_group(rewards, step=1, length=9):
 
 
 def test_only_failures_with_a_verdict_are_branched_and_never_branches():
-    curriculum = InlineBranches(finder(POINTS), branches_per_point=4)
+    curriculum = branching("branches_inline", POINTS, branches_per_point=4)
     group = main_group([0.0, 1.0, None, 0.0])
     prompts = curriculum.expand([group], 1)
     assert [p.ids[3] for p in prompts if len(p.ids) > 3] and len(prompts) == 2 * 2
@@ -91,30 +87,16 @@ def test_only_failures_with_a_verdict_are_branched_and_never_branches():
     assert all(p.n == 4 and p.stream == "branch" and p.node.kept == p.locked for p in prompts)
     branches = [scored([0.0, 1.0, 0.0, 0.0], prompt) for prompt in prompts]
     assert curriculum.expand([group, *branches], 1) == []
-    assert InlineBranches(finder(POINTS | {"expand_only_on_low_quality": False})).expand([main_group([1.0])], 1)
-    assert all(p.locked for p in InlineBranches(finder(POINTS, min_pivot_index=1)).expand([group], 1))
-
-
-def test_the_rest_of_the_branches_goes_where_the_first_differ():
-    curriculum = InlineBranches(finder(POINTS), branches_per_point=8, first_branches=4)
-    group = main_group([0.0, 0.0])
-    first = curriculum.expand([group], 1)
-    assert [p.n for p in first] == [4] * 4
-    rewards = [[0.0] * 4, [1.0] * 4, [0.0, 1.0, 0.0, 0.0], [None, 0.0, 0.0, 0.0]]
-    groups = [group, *map(scored, rewards, first)]
-    (more,) = curriculum.expand(groups, 1)
-    assert more.n == 4 and more.group_id == first[2].group_id and more.node == first[2].node
-    whole = scored([0.0, 1.0] * 4, dataclasses.replace(first[2], n=8))
-    assert curriculum.expand([*groups[:3], whole, groups[4]], 1) == []
+    assert branching("branches_inline", POINTS | {"expand_only_on_low_quality": False}).expand([main_group([1.0])], 1)
 
 
 def test_the_model_learns_from_judged_branches():
-    curriculum = InlineBranches(finder(POINTS))
+    curriculum = branching("branches_inline", POINTS)
     prompts = [dataclasses.replace(p, n=2) for p in curriculum.expand([main_group([0.0, 0.0])], 1)]
     outcomes = map(scored, [[0.0, 0.0], [0.0, 1.0], [None, None], [None, 0.0]], prompts)
     metrics = curriculum.observe([main_group([0.0, 0.0]), *outcomes], 1)
     judged = [prompts[i].node.ratio for i in (0, 1, 3)]
-    assert curriculum.finder.model.state()["ratios"] == judged and curriculum.finder.model.state()["labels"] == [
+    assert curriculum.model.state()["ratios"] == judged and curriculum.model.state()["labels"] == [
         False,
         True,
         False,
@@ -128,7 +110,7 @@ def run(curriculum, steps):
     """A trace of some steps, each with a failing group whose branches come to what their place says."""
     trace = []
     for step in steps:
-        states = curriculum.sample(curriculum.wanted(4), step)
+        states = curriculum.sample(curriculum.num_to_inject(4), step)
         prompts = [Prompt(s.ids, s.problem, s.n, f"{step}:state:{i}", s.node, s.stream) for i, s in enumerate(states)]
         main = main_group([0.0, 0.0, 1.0], step)
         prompts += curriculum.expand([main], step)
@@ -139,11 +121,13 @@ def run(curriculum, steps):
 
 
 def inline():
-    return InlineBranches(finder(POINTS), branches_per_point=2)
+    return branching("branches_inline", POINTS, branches_per_point=2)
 
 
 def buffered():
-    return BufferedBranches(finder(POINTS), BranchBuffer(max_model_len=32, max_age=2), sample_size=3, branches_per_entry=2)
+    pool = branching("branches", POINTS, sample_size_per_step=3, branches_per_entry=2)
+    pool.buffer.max_age = 2
+    return pool
 
 
 @pytest.mark.parametrize("create", [inline, buffered])
@@ -169,3 +153,27 @@ def test_another_pools_folder_is_refused(tmp_path):
         buffered().restore(tmp_path)
     header = json.loads((tmp_path / "curriculum.json").read_text())
     assert header["pivot_model"]["labels_seen"] == 0
+
+
+@pytest.mark.parametrize("case", golden_cases("branching_*.json", {"branch_buffer"}))
+def test_golden_buffer(case):
+    inputs = dict(case["inputs"])
+    steps = inputs.pop("steps")
+    buffer = BranchBuffer(**inputs)
+    for step, expected in zip(steps, case["expected"]["after_each"], strict=True):
+        buffer.add([point(entry["id"], entry["tree"], entry["len"]) for entry in step["add"]], step["step"])
+        assert [p.kept for p in buffer.points] == expected["ids"]
+        metrics = buffer.metrics()
+        assert {name: metrics[name] for name in expected["stats"]} == pytest.approx(expected["stats"])
+
+
+def test_what_is_dropped_is_counted():
+    buffer = BranchBuffer(20, max_size=2, max_age=1, min_remaining_ratio=0.5)
+    assert buffer.add([point(0, "a", 5), point(1, "a", 11)], 1) == 1
+    buffer.add([point(i, "a", 5) for i in (2, 3, 4)], 2)
+    buffer.add([], 3)
+    counts = {"refused_room": 1, "dropped_age": 0, "dropped_capacity": 2}
+    assert {name: buffer.metrics()[f"buffer/{name}"] for name in counts} == counts
+    buffer.add([], 4)
+    assert len(buffer) == 0 and buffer.metrics()["buffer/dropped_age"] == 2
+    assert buffer.sample(3, np.random.default_rng(0)) == []

@@ -1,45 +1,18 @@
-"""The forest as the training loop sees it: groups of a step in, states, work for the teacher and metrics out."""
+"""The forest: a step of groups in, states, work for the teacher and metrics out; bounds, order of service, mastery."""
 
+import collections
 import dataclasses
-import importlib
 
-import numpy as np
 import pytest
 
-from deepgrpo.curriculum import forest, none
 from deepgrpo.curriculum.base import Correction
-from deepgrpo.curriculum.forest_pool import Forest
-from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
-
-WRONG, RIGHT, NO_VERDICT = 0.0, 1.0, None
-
-
-def problem(index: int, prompt=(1, 2)) -> Problem:
-    return Problem(index, "test", as_ids(prompt), "", "")
-
-
-def group(problem: Problem, rewards, state=None, right_prefix=None) -> Group:
-    """Rollout i has response [10 + i, 20 + i, 30 + i]."""
-    prefixes = right_prefix or [None] * len(rewards)
-    rollouts = []
-    for i, (reward, prefix) in enumerate(zip(rewards, prefixes, strict=True)):
-        completion = Completion(as_ids([10 + i, 20 + i, 30 + i]), np.zeros(3, np.float32), "stop", 0)
-        rollouts.append(Rollout(completion, Grade(reward, True, "", right_prefix=prefix)))
-    ids, node = (problem.prompt_ids, None) if state is None else (state.ids, state.node)
-    return Group(Prompt(ids, problem, len(rewards), f"g{problem.index}", node), tuple(rollouts))
-
-
-def curriculum(**arguments) -> forest.ForestCurriculum:
-    return forest.ForestCurriculum(Forest(max_model_len=100), threshold=0.0, **arguments)
-
-
-def correct(made: forest.ForestCurriculum, failure, step: int, prefix: int = 1) -> str:
-    ids = failure.response_ids
-    return made.resolve(failure, Correction(ids[:prefix], as_ids([7, 0]), 1.0, ids[prefix:]), step)
+from deepgrpo.curriculum.forest import Forest
+from deepgrpo.types import as_ids
+from tests.curriculum.made import NO_VERDICT, RIGHT, WRONG, answer, check, correction, describe, forest, group, problem
 
 
 def test_a_step_of_groups():
-    made = curriculum()
+    made = forest(max_model_len=100)
     first = problem(0)
     metrics = made.observe([group(first, [WRONG, WRONG, RIGHT]), group(problem(1, (3,)), [RIGHT] * 3)], step=1)
     assert metrics["forest_pool/root_groups_seen_this_step"] == 2
@@ -49,10 +22,10 @@ def test_a_step_of_groups():
 
     (failure,) = made.dispatch(1, step=1)
     assert failure.problem is first and failure.response_ids.tolist() == [11, 21, 31]  # the newest
-    assert correct(made, failure, step=1, prefix=2) == "child_created"
+    assert made.resolve(failure, correction(failure, 2), 1) == "child_created"
     (state,) = made.sample(5, step=2)
     assert state.ids.tolist() == [1, 2, 11, 21] and state.problem is first
-    (node,) = made.pool.describe()[0]["nodes"][1:]
+    (node,) = describe(made)[0]["nodes"][1:]
     assert node["origin"].failed_suffix_ids.tolist() == [31] and node["origin"].response_ids is failure.response_ids
 
     metrics = made.observe([group(first, [RIGHT, WRONG], state)], step=2)
@@ -67,26 +40,26 @@ def test_a_step_of_groups():
 
 
 def test_groups_of_one_prompt_are_merged():
-    made = curriculum()
+    made = forest(max_model_len=100)
     metrics = made.observe([group(problem(0), [RIGHT, RIGHT]), group(problem(1), [WRONG, RIGHT]), group(problem(2), [WRONG])], 1)
     assert metrics["forest_pool/root_groups_seen_this_step"] == 1 and metrics["forest_pool/observations_recorded_this_step"] == 0
-    (tree,) = made.pool.describe()
+    (tree,) = describe(made)
     assert (tree["nodes"][0]["last_k_succ"], tree["nodes"][0]["last_k_total"]) == (3, 5)
     assert tree["problem"].index == 1 and len(tree["events"]) == 2  # the first that failed
 
 
 def test_rollouts_without_a_verdict_are_no_evidence():
-    made = curriculum()
+    made = forest(max_model_len=100)
     metrics = made.observe([group(problem(0), [NO_VERDICT] * 2), group(problem(1, (3,)), [NO_VERDICT, WRONG])], 1)
     assert metrics["forest_pool/groups_without_verdict_this_step"] == 1
     assert metrics["synthetic_inject/failure_feed_skipped"] == 0
-    (tree,) = made.pool.describe()
+    (tree,) = describe(made)
     assert tree["nodes"][0]["last_k_total"] == len(tree["events"]) == 1
     assert made.observe([group(problem(0), [NO_VERDICT])], 2)["synthetic_inject/failure_feed_skipped"] == 1
 
 
 def test_only_the_longest_right_prefix_is_sent():
-    made = curriculum(failures="longest_prefix")
+    made = forest(failures="longest_prefix")
     rewards, prefixes = [RIGHT, WRONG, WRONG, WRONG, WRONG], [99, 3, 8, 8, None]
     metrics = made.observe([group(problem(0), rewards, right_prefix=prefixes)], 1)
     assert metrics["synthetic_inject/failed_collected"] == 4
@@ -94,39 +67,198 @@ def test_only_the_longest_right_prefix_is_sent():
     assert made.pending() == 0
     with pytest.raises(ValueError, match="right_prefix.*curriculum.failures=all"):
         made.observe([group(problem(1, (3,)), [WRONG])], 2)
-    with pytest.raises(ValueError, match="one of all, longest_prefix"):
-        curriculum(failures="some")
 
 
 def test_exhausted_trees_are_removed_around_a_step():
-    made = curriculum()
+    made = forest(max_model_len=100)
     made.observe([group(problem(0), [WRONG])], 1)
     (failure,) = made.dispatch(1, 1)
     made.observe([group(problem(0), [RIGHT])], 2)
     assert made.resolve(failure, None, 2) == "stale_parent_inactive"
-    assert made.sample(1, 3) == [] and len(made.pool) == 0
+    assert made.sample(1, 3) == [] and len(made) == 0
     assert made.observe([], 3)["forest_pool/trees_cleaned_pre_sample"] == 1
-    assert correct(made, failure, 3) == "stale_unknown_event"
+    assert made.resolve(failure, correction(failure, 1), 3) == "stale_unknown_event"
     with pytest.raises(ValueError, match="step must be >= 0"):
         made.sample(1, -1)
 
 
-def test_creation_from_the_configuration():
-    config = importlib.import_module("configs.common").get_config()
-    config.curriculum.max_events_per_parent = 3
-    made = forest.create(config)
-    bounds = {
-        name: getattr(made.pool.bounds, name) for name in ("max_model_len", "min_remaining_tokens", "max_events_per_parent")
-    }
-    assert bounds == {"max_model_len": 1024, "min_remaining_tokens": 32, "max_events_per_parent": 3}
-    plain = none.create(config)
-    assert (plain.wanted(8), plain.pending()) == (0, 0)
-    assert (plain.sample(3, 1), plain.observe([], 1), plain.dispatch(1, 1)) == ([], {}, [])
+def test_every_counter_is_in_the_metrics():
+    pool = forest()
+    numbers = {field.name: 100 + i for i, field in enumerate(dataclasses.fields(pool.counters)) if i < 14}  # those of failures
+    for name, number in numbers.items():
+        setattr(pool.counters, name, number)
+    assert set(numbers.values()) - {100, 101} <= set(pool.metrics().values())
 
 
-def test_counters_are_in_the_metrics():
-    names = {field.name for field in dataclasses.fields(Forest()._counters)} - {"deactivated"}
-    pool = Forest()
-    for number, name in enumerate(sorted(names)):
-        setattr(pool._counters, name, 100 + number)
-    assert set(range(100, 100 + len(names))) <= set(pool.metrics().values())
+def fail(pool, n, step=1, prompt=(1, 2)) -> dict[str, int]:
+    return pool.observe_root(problem(0, prompt), 0, max(n, 1), step, [as_ids([5, 6])] * n)
+
+
+def test_bounds_keep_the_newest_and_count():
+    pool = forest(max_events_per_parent=2, max_events=3)
+    assert fail(pool, 4)["events_added"] == 4  # events 2 and 3 stay
+    fail(pool, 2, step=2, prompt=(3,))  # 4 and 5: one more than three in all, so the oldest, 2, goes
+    assert sorted(failure.event for failure in pool.dispatch(9, 3)) == [3, 5]
+    assert pool.metrics()["teacher/events_dropped_capacity"] == 3
+    check(pool)
+
+
+def test_full_tree_refuses_children_and_events():
+    pool = forest(max_nodes_per_tree=2)
+    fail(pool, 4)
+    flying = [pool.dispatch(1, step)[0] for step in (1, 2)]
+    assert answer(pool, flying[0], [5], 3) == 1
+    assert pool.resolve(flying[1], Correction(as_ids([6]), as_ids([9]), 1.0, as_ids([])), 3) == "refused"
+    fail(pool, 2, step=4)
+    metrics = pool.metrics()
+    assert (metrics["forest/nodes_refused"], metrics["teacher/events_dropped_capacity"], pool.pending()) == (1, 4, 0)
+    check(pool)
+
+
+def test_a_state_retires_after_so_many_whole_successes_in_a_row(tmp_path):
+    pool = forest(retire_after=2)
+    fail(pool, 1)
+    node = grow(pool, [7], 1)
+    outcomes = [(2, 2), (1, 2), (2, 2)]  # the second one breaks the row
+    assert not any(pool.observe_node(node, *outcome, step, None)["node_retired"] for step, outcome in enumerate(outcomes, 2))
+    pool.state(str(tmp_path))
+    restored = forest(retire_after=2)
+    restored.restore(str(tmp_path))
+    assert restored.observe_node(node, 2, 2, 5, None)["node_retired"] == 1
+
+    assert pool.observe_root(problem(), 2, 2, 6, None)["root_deactivated"] == 1  # a root with the first
+    assert pool.continuation(0) is None and pool.continuation(99) is None
+    suffix, reward = pool.continuation(node)
+    assert suffix.tolist() == [9] and reward == 1.0
+
+
+def grow(pool: Forest, prefix: list[int], step: int) -> int:
+    """Has the failure that the teacher is given next corrected: the child adds `prefix` to its state."""
+    (failure,) = pool.dispatch(1, step)
+    return answer(pool, failure, prefix, step)
+
+
+def served(pool, answers, at_once):
+    """Events that a teacher of so many answers a step is given, `at_once` at a time."""
+    given = []
+    while len(given) < answers and (failures := pool.dispatch(at_once, 1)):
+        given += failures
+        for failure in failures:
+            pool.resolve(failure, None, 1)
+    return given
+
+
+def test_within_a_step_trees_and_states_are_served_in_turn():
+    pool = forest(strict_reference=False)
+    for prompt in range(1, 101):
+        pool.observe_root(problem(0, (prompt,)), 0, 8, 1, [as_ids([5, 6])] * 8)
+    by_tree = collections.Counter(failure.state_ids[0] for failure in served(pool, 300, 1))
+    assert set(by_tree.values()) == {3}
+    pool = forest(strict_reference=False)
+    fail(pool, 5, prompt=(1,))
+    state = grow(pool, [5], 1)
+    pool.observe_node(state, 0, 8, 2, [as_ids([5, 6])] * 5)
+    assert [len(failure.state_ids) for failure in served(pool, 8, 1)] == [2, 1] * 4
+
+
+def test_a_tree_has_only_so_many_events_in_flight_but_those_at_rest_do_not_count():
+    pool = forest(strict_reference=False)
+    pool.observe_root(problem(0, (1,)), 0, 8, 1, [as_ids([5, 6])] * 8)
+    first, second = pool.dispatch(1, 1) + pool.dispatch(1, 1)
+    assert pool.dispatch(5, 1) == [] and pool.pending() == 6
+    pool.rest(first)
+    [third] = pool.dispatch(5, 1)
+    assert pool.dispatch(5, 1) == []
+    pool.requeue(first)  # put back from its rest: it had given its place up already
+    assert pool.dispatch(5, 1) == []
+    pool.resolve(second, None, 1)
+    assert len(pool.dispatch(5, 1)) == 1
+    check(pool)
+    assert not pool.withdraw(third)
+    pool.observe_root(problem(0, (1,)), 8, 8, 2, [])
+    assert pool.withdraw(third) and pool.withdraw(third), "the state is mastered: no answer could be used"
+    assert pool.metrics()["teacher/events_stale_parent_inactive"] == 1
+    check(pool)
+
+
+@pytest.fixture
+def lived() -> Forest:
+    """One tree: its root fails (step 1), is observed twice more, gets a state (step 3), which is mastered with its second group
+    (step 5); the root is observed again, better."""
+    pool = forest()
+    pool.observe_root(problem(), 0, 4, 1, [as_ids([5, 6])] * 4)  # makes the tree
+    pool.observe_root(problem(), 1, 4, 2, [as_ids([5, 7])])
+    pool.observe_root(problem(), 2, 4, 3, None)
+    state = grow(pool, [5], 3)
+    pool.observe_node(state, 3, 4, 4, [as_ids([6, 6])])
+    pool.observe_node(state, 4, 4, 5, None)
+    pool.observe_root(problem(), 3, 4, 6, None)
+    return pool
+
+
+def test_root_transfer_leaves_out_the_group_that_made_the_tree(lived):
+    metrics = lived.metrics()
+    assert metrics["transfer/trees"] == 1
+    before, after = 3 / 8, 3 / 4
+    assert metrics["transfer/root_success_before"] == pytest.approx(before, abs=1e-9)
+    assert metrics["transfer/root_success_after"] == pytest.approx(after, abs=1e-9)
+    assert metrics["transfer/gain"] == pytest.approx(after - before, abs=1e-9)
+    lived.observe_root(problem(), 4, 4, 7, None)
+    assert lived.metrics()["transfer/root_success_after"] == pytest.approx(7 / 8, abs=1e-9)
+
+
+def test_a_tree_that_is_gone_still_counts():
+    pool = forest()
+    for number, (k_before, k_after) in enumerate([(0, 4), (2, 3)]):
+        pool.observe_root(problem(number, (1, 2, number)), 0, 4, 1, [as_ids([5, 6])])
+        pool.observe_root(problem(number, (1, 2, number)), k_before, 4, 2, None)
+        pool.observe_node(grow(pool, [5], 3), 4, 4, 4, None)
+        pool.observe_root(problem(number, (1, 2, number)), k_after, 4, 5, None)
+        pool.observe_root(problem(number, (1, 2, number)), 4, 4, 6, None)
+    assert pool.cleanup() == 2 and len(pool) == 0
+    metrics = pool.metrics()
+    assert metrics["transfer/trees"] == 2
+    assert metrics["transfer/root_success_before"] == pytest.approx((0 / 4 + 2 / 4) / 2, abs=1e-9)
+    assert metrics["transfer/root_success_after"] == pytest.approx((8 / 8 + 7 / 8) / 2, abs=1e-9)
+
+
+def test_mastery_and_waiting(lived):
+    metrics = lived.metrics()
+    assert (metrics["mastery/nodes"], metrics["mastery/visits_mean"], metrics["mastery/steps_mean"]) == (1, 2, 5 - 3)
+    assert metrics["mastery/unfailed_share"] == 0 and metrics["mastery/reopened_roots"] == 0
+    assert metrics["mastery/first_node_step"] == 3 and metrics["mastery/first_node_wait_mean"] == 3 - 1
+    assert metrics["mastery/node_event_age_mean"] == 3 - 2  # the newest failure of the root was of step 2
+    # Of the five failures of the root one was corrected; that of the retired state cannot be dispatched.
+    ages = lived.event_ages(10)
+    assert ages == {f"teacher/event_age_{name}": 9 for name in ("mean", "max", "p50", "p90")}
+    lived.observe_root(problem(), 4, 4, 8, None)
+    assert lived.event_ages(10) == {}
+    lived.observe_root(problem(), 0, 4, 9, [as_ids([8])])
+    assert lived.metrics()["mastery/reopened_roots"] == 1
+    assert lived.event_ages(10)["teacher/event_age_mean"] == pytest.approx((4 * 9 + 1) / 5)
+    assert lived.event_ages(10)["teacher/event_age_p50"] == 9
+
+
+def test_depths_count_active_states():
+    pool = forest()
+    pool.observe_root(problem(), 0, 2, 1, [as_ids([5, 6, 7, 8])])
+    nodes = []
+    for step in range(2, 9):
+        nodes.append(grow(pool, [step], step))
+        pool.observe_node(nodes[-1], 0, 2, step, [as_ids([5])])
+    metrics = pool.metrics()
+    assert [metrics[f"forest_depth/{d}"] for d in (1, 2, 3, 4)] == [1] * 4 and metrics["forest_depth/from_5"] == 3
+    assert metrics["forest_depth/mean"] == 4 and metrics["forest_depth/max"] == 7
+    pool.observe_node(nodes[-1], 2, 2, 9, None)
+    assert pool.metrics()["forest_depth/max"] == 6 and pool.metrics()["mastery/unfailed_share"] == 0
+
+
+def test_what_is_known_of_a_node(lived):
+    lived.observe_root(problem(), 0, 4, 9, [as_ids([8, 8])])
+    child = grow(lived, [8], 10)
+    about = lived.look_up(child)
+    assert about["ids"].tolist() == [1, 2, 8] and about["depth_edges"] == 1 and about["created_step"] == 10
+    assert about["suffix_ids"].tolist() == [9] and about["reward"] == 1.0 and about["root_success_rate"] == 0.0
+    root = lived.look_up(about["tree"])
+    assert root["parent"] is None and root["suffix_ids"] is None and root["descendants"] == 2
+    assert lived.look_up(99) == {}

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from deepgrpo.curriculum.forest_pool import Forest
-from deepgrpo.curriculum.forest_records import Annotation
-from deepgrpo.curriculum.forest_sft import epoch_sft_minibatches
-from deepgrpo.curriculum.suffix_sft import SuffixSft
+from deepgrpo.curriculum import suffix_sft
+from deepgrpo.curriculum.forest import Forest
+from deepgrpo.curriculum.suffix_sft import SuffixSft, epoch_sft_minibatches
 from deepgrpo.learner.objective import TEACHER
-from deepgrpo.types import Problem, as_ids
+from deepgrpo.types import as_ids
 from tests.conftest import golden_cases
+from tests.curriculum.made import answer, config, describe, forest, problem
 
 STOP = 9
 
@@ -37,22 +37,32 @@ class Learner:
 
 
 def fail(pool: Forest, prompt: int, step: int, response: list[int]) -> None:
-    pool.observe_root(Problem(prompt, "t", as_ids([prompt]), "", ""), 0, 2, step, [as_ids(response)])
+    pool.observe_root(problem(prompt, [prompt]), 0, 2, step, [as_ids(response)])
 
 
 def grow(pool: Forest, prompt: int, step: int, prefix: int) -> int:
     """A state of a prompt's tree, made at `step`: prompt and one token; the teacher's suffix is [5, 6]."""
     fail(pool, prompt, step, [prefix, 1])
-    (failure,) = pool.dispatch_teacher(1, step)
-    return pool.teacher_result(failure.event, Annotation(as_ids([prompt, prefix]), as_ids([5, 6]), 1.0), step)[1]
+    (failure,) = pool.dispatch(1, step)
+    return answer(pool, failure, [prefix], step, suffix=[5, 6])
 
 
-def schedule(pool: Forest, learner: Learner, kind: str, **changes) -> SuffixSft:
-    return SuffixSft(pool, learner, schedule=kind, stop_ids=(STOP,), max_model_len=16, **{"batch": 2, "passes": 2} | changes)
+def schedule(
+    pool: Forest | None, learner: Learner, kind: str, batch=2, allow_partial=False, max_model_len=16, apart=True
+) -> SuffixSft:
+    made = config(suffix_sft=kind, max_model_len=max_model_len, optim__teacher__mini_batch_rows=batch)
+    made.optim.teacher.allow_partial = allow_partial
+    made.objective.teacher_update = "post_ppo" if apart else "joint"
+    return SuffixSft(made, pool, learner, (STOP,))
+
+
+@pytest.fixture(autouse=True)
+def two_passes(monkeypatch):
+    monkeypatch.setattr(suffix_sft, "PASSES", 2)
 
 
 def test_epoch_local_trains_once_an_epoch_on_what_the_epoch_brought():
-    pool, learner = Forest(), Learner(2)
+    pool, learner = forest(), Learner(2)
     sft = schedule(pool, learner, "epoch_local")
     for prompt in (1, 2, 3):
         grow(pool, prompt, 1, 7)
@@ -73,7 +83,7 @@ def test_epoch_local_trains_once_an_epoch_on_what_the_epoch_brought():
     assert metrics["sft/optimizer_steps"] == metrics["actor/post_sft_optimizer_steps"] == 4  # counts add up, the rest is a mean
     assert metrics["actor/teacher_chain/post_sft_loss"] == 2.5
     assert pool.pending() == 0 and pool.metrics()["sft/recorded_node_updates"] == 8
-    assert [n["sft_updates"] for t in pool.describe() for n in t["nodes"] if n["node"] == late] == [2]
+    assert [n["sft_updates"] for t in describe(pool) for n in t["nodes"] if n["node"] == late] == [2]
 
     sft.train([], 3, ended=1, last=False)  # hard states took places: the pass is still the one whose end was noticed
     assert len(learner.batches) == 4 and sft.steps == 0
@@ -86,9 +96,10 @@ def test_epoch_local_trains_once_an_epoch_on_what_the_epoch_brought():
     assert len(learner.batches) == 4
 
 
-def test_what_cannot_be_trained_spoils_its_batch_and_a_refused_step_credits_nothing():
-    pool, learner = Forest(), Learner(2, refused=(2,))
-    sft = schedule(pool, learner, "epoch_local", passes=3)
+def test_what_cannot_be_trained_spoils_its_batch_and_a_refused_step_credits_nothing(monkeypatch):
+    pool, learner = forest(), Learner(2, refused=(2,))
+    monkeypatch.setattr(suffix_sft, "PASSES", 3)
+    sft = schedule(pool, learner, "epoch_local")
     for prompt in (1, 2):
         grow(pool, prompt, 1, 7)
     frozen = pool.freeze_sft_epoch
@@ -107,9 +118,10 @@ def test_what_cannot_be_trained_spoils_its_batch_and_a_refused_step_credits_noth
     assert metrics["epoch_suffix_sft/stale_entries"] == 6 and sft.steps == 0 and len(learner.batches) == 3
 
 
-def test_post_step_takes_full_batches_of_the_least_recently_trained():
-    pool, learner = Forest(), Learner(2)
-    sft = schedule(pool, learner, "post_step", max_batches=2)
+def test_post_step_takes_full_batches_of_the_least_recently_trained(monkeypatch):
+    pool, learner = forest(), Learner(2)
+    monkeypatch.setattr(suffix_sft, "MAX_BATCHES", 2)
+    sft = schedule(pool, learner, "post_step")
     grow(pool, 1, 1, 7)
     metrics = sft.train([], 1, ended=5, last=True)
     assert not learner.batches and metrics["prefix_suffix_sft/needed_for_next_batch"] == 1
@@ -127,21 +139,16 @@ def test_post_step_takes_full_batches_of_the_least_recently_trained():
 
 
 def test_a_suffix_that_does_not_fit_is_left_out():
-    pool, learner = Forest(), Learner(2)
+    pool, learner = forest(), Learner(2)
     for prompt in (1, 2):
         grow(pool, prompt, 1, 7)
-    tight = SuffixSft(pool, learner, schedule="post_step", batch=2, stop_ids=(STOP,), max_model_len=4)  # a row needs 5
+    tight = schedule(pool, learner, "post_step", max_model_len=4)  # a row needs 5
     assert tight.train([], 1, ended=0, last=False)["prefix_suffix_sft/stale_teacher_filtered"] == 2 and not learner.batches
 
 
 def test_off_gives_the_steps_own_teacher_rows_their_steps():
     row = type("Row", (), {"source": TEACHER, "prompt_ids": np.array([1]), "response_ids": np.array([2])})
     learner = Learner(1)
-    off = SuffixSft(None, learner, schedule="off", batch=1, stop_ids=(STOP,), max_model_len=4)
+    off = schedule(None, learner, "off", batch=1)
     assert off.train([row], 1, ended=1, last=True)["actor/post_sft_optimizer_steps"] == 1 and off.steps == 1
-    assert (
-        SuffixSft(None, learner, schedule="off", batch=1, apart=False, stop_ids=(STOP,), max_model_len=4).train([row], 1, 1, True)
-        == {}
-    )
-    with pytest.raises(ValueError, match="suffix_sft is 'sometimes'"):
-        schedule(Forest(), learner, "sometimes")
+    assert schedule(None, learner, "off", batch=1, apart=False).train([row], 1, 1, True) == {}

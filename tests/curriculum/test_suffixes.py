@@ -5,23 +5,23 @@ import dataclasses
 import numpy as np
 import pytest
 
-from deepgrpo.curriculum.annotated_pool import AnnotatedPool
 from deepgrpo.curriculum.base import Correction
-from deepgrpo.curriculum.failed_pool import FailedPool
-from deepgrpo.curriculum.suffixes import SuffixCurriculum
 from deepgrpo.learner import attach
 from deepgrpo.learner import rows as rows_lib
 from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER
 from deepgrpo.types import Prompt, as_ids
 from tests.conftest import golden_cases
 from tests.curriculum.branch_run import EOS, in_order, problem, roll, scored, setting
+from tests.curriculum.made import create
 
 FIELDS = dict(advantage="group_mean", stop_ids=(EOS,), max_model_len=32)
 
 
-def curriculum(**options) -> SuffixCurriculum:
-    options = dict(batch_threshold=2, branches_per_entry=3) | options
-    return SuffixCurriculum(FailedPool(max_age=2), AnnotatedPool(), seed=0, threshold=0.0, **options)
+def suffixes(batch_threshold=2, branches_per_entry=3):
+    keys = {"branches__batch_threshold": batch_threshold, "branches__branches_per_entry": branches_per_entry}
+    pool = create("suffixes", **keys)
+    pool.failed.max_age = 2
+    return pool
 
 
 def main_group(rewards, step=1, prompt=(1, 2, 3)):
@@ -52,7 +52,7 @@ def join(groups, pool, teacher_loss):
 def test_golden_entry(case):
     inputs, expected = case["inputs"], case["expected"]
     loss, state = inputs["teacher_loss_type"] or "null", inputs["prompt_ids"] + inputs["prefix_ids"]
-    pool = curriculum(batch_threshold=1, branches_per_entry=inputs["branches_per_entry"])
+    pool = suffixes(batch_threshold=1, branches_per_entry=inputs["branches_per_entry"])
     row = problem(inputs["prompt_ids"])
     failed = scored([0.0], Prompt(row.prompt_ids, row, 1, "0:0"))
     ids = as_ids([*inputs["prefix_ids"], 6, EOS])
@@ -60,7 +60,7 @@ def test_golden_entry(case):
     pool.observe([dataclasses.replace(failed, rollouts=(rollout,))], 0)
     correct(pool, 0, len(inputs["prefix_ids"]), inputs["suffix_ids"], inputs["teacher_reward"])
     parties = setting([{"prompt_ids": state, "completions": inputs["completions"]}])
-    groups = roll(parties, prompts_of(pool.sample(pool.wanted(8), 1), 1))
+    groups = roll(parties, prompts_of(pool.sample(pool.num_to_inject(8), 1), 1))
     rows, metrics = join(groups, pool, loss)
 
     def as_golden(row, advantage):
@@ -76,15 +76,15 @@ def test_golden_entry(case):
 
 
 def test_failures_go_to_the_teacher_and_come_back_once():
-    pool = curriculum()
+    pool = suffixes()
     metrics = pool.observe([main_group([0.0, 1.0, None, 0.0])], 1)
     assert metrics == {"teacher/entries_sampled": 0, "teacher/failed_collected": 2} and pool.pending() == 2
-    assert correct(pool, 1) == ["added", "added"] and pool.pending() == 0 and pool.wanted(1) == 2
+    assert correct(pool, 1) == ["added", "added"] and pool.pending() == 0 and pool.num_to_inject(1) == 2
     pool.observe([main_group([0.0], 2)], 2)
     assert correct(pool, 2) == ["added"] and pool.metrics()["teacher_pool/size"] == 3
-    states = pool.sample(pool.wanted(1), 3)
+    states = pool.sample(pool.num_to_inject(1), 3)
     assert [(s.n, s.stream, s.ids[:3].tolist(), len(s.ids)) for s in states] == [(3, "branch", [1, 2, 3], 5)] * 2
-    assert pool.wanted(1) == 0 and pool.metrics()["teacher_pool/size"] == 1  # one is left, which is no batch
+    assert pool.num_to_inject(1) == 0 and pool.metrics()["teacher_pool/size"] == 1  # one is left, which is no batch
     groups = [main_group([0.0], 3), *(scored([0.0] * 3, p) for p in prompts_of(states, 3))]
     assert pool.continuation(states[0].node)[1] == 1.0
     metrics = pool.observe(groups, 3)
@@ -93,19 +93,17 @@ def test_failures_go_to_the_teacher_and_come_back_once():
 
 
 def test_results_that_bring_nothing_or_come_twice():
-    pool = curriculum()
+    pool = suffixes()
     pool.observe([main_group([0.0, 0.0])], 1)
     first, second = pool.dispatch(2, 1)
     assert pool.resolve(first, None, 1) == "failed" and pool.resolve(first, None, 1) == "stale"
     pool.requeue(second)
     assert pool.pending() == 1 and pool.dispatch(5, 1)[0].event == second.event
-    with pytest.raises(ValueError, match="curriculum.failures must be one of"):
-        curriculum(failures="best")
 
 
 def entry_groups(rewards, n=3):
     """Two entries, the first with the given rewards; main rows beside them."""
-    pool = curriculum(branches_per_entry=n)
+    pool = suffixes(branches_per_entry=n)
     pool.observe([main_group([0.0, 0.0])], 1)
     correct(pool, 1)
     first, second = prompts_of(pool.sample(2, 2), 2)
@@ -140,7 +138,7 @@ def run(pool, steps):
     """Each step: a batch if there is one, two failing groups, and answers to some of what waits, one left in flight."""
     trace = []
     for step in steps:
-        states = pool.sample(pool.wanted(2), step)
+        states = pool.sample(pool.num_to_inject(2), step)
         groups = [scored([0.0, 1.0, 0.0], p) for p in prompts_of(states, step)]
         mains = [main_group([0.0, 1.0, 0.0], step, (1, 2, last)) for last in (3, 4)]
         found = [pool.continuation(s.node)[0].tolist() for s in states]
@@ -153,7 +151,7 @@ def run(pool, steps):
 
 
 def test_resumes_bit_for_bit(tmp_path):
-    whole, first, second = curriculum(), curriculum(), curriculum()
+    whole, first, second = suffixes(), suffixes(), suffixes()
     for step in range(1, 9):
         for pool in (whole, first) if step <= 4 else (whole, second):
             pool.trace = run(pool, [step])
@@ -166,5 +164,5 @@ def test_resumes_bit_for_bit(tmp_path):
         assert whole.trace == (first if step <= 4 else second).trace
     assert whole.metrics()["failed_pool/dropped_age"] > 0 and np.isfinite(list(whole.metrics().values())).all()
     with pytest.raises(ValueError, match="this run uses 'suffixes'"):
-        (tmp_path / "a" / "curriculum.json").write_text('{"pool": "flat", "version": 1}')
+        (tmp_path / "a" / "curriculum.json").write_text('{"pool": "flat", "version": 2}')
         second.restore(tmp_path / "a")

@@ -6,9 +6,9 @@ import itertools
 import numpy as np
 import pytest
 
-from deepgrpo.curriculum.annotated_pool import AnnotatedEntry, AnnotatedPool
-from deepgrpo.curriculum.saved_rows import Saved, read_saved, write_saved
-from deepgrpo.curriculum.weighted import generator, sample, stratified_sample, weighted_sample
+from deepgrpo.curriculum.base import generator, sample, weighted_sample
+from deepgrpo.curriculum.saved import Saved, read_saved, write_saved
+from deepgrpo.curriculum.suffixes import AnnotatedEntry, AnnotatedPool
 from deepgrpo.types import Problem, as_ids
 from tests.curriculum.replay import inclusion
 
@@ -42,7 +42,7 @@ def test_a_draw_is_a_function_of_seed_step_purpose_and_index():
 @pytest.mark.parametrize("n", range(12))
 def test_strata_are_as_even_as_their_sizes_allow(n):
     groups = ["a"] * 5 + ["b"] * 2 + ["c"] * 3
-    chosen = stratified_sample(groups, n, np.random.default_rng(n))
+    chosen = sample(groups, n, np.random.default_rng(n))
     assert len(chosen) == len(set(chosen)) == min(n, 10)
     counts = [sum(groups[i] == group for i in chosen) for group in "abc"]
     full = max(r for r in range(6) if sum(min(size, r) for size in (5, 2, 3)) <= n)
@@ -51,9 +51,9 @@ def test_strata_are_as_even_as_their_sizes_allow(n):
 
 
 def test_every_member_of_a_stratum_has_its_chance():
-    draws = [tuple(stratified_sample(["a", "a", "b", "b"], 2, np.random.default_rng(i))) for i in range(400)]
+    draws = [tuple(sample(["a", "a", "b", "b"], 2, np.random.default_rng(i))) for i in range(400)]
     assert set(draws) == set(itertools.product([0, 1], [2, 3])) | set(itertools.product([2, 3], [0, 1]))
-    assert {tuple(sample(range(3), 2, "uniform", np.random.default_rng(i))) for i in range(60)} == set(
+    assert {tuple(sample(range(3), 2, np.random.default_rng(i), "uniform")) for i in range(60)} == set(
         itertools.permutations(range(3), 2)
     )
 
@@ -71,7 +71,7 @@ def test_records_survive_their_files_and_equal_content_makes_equal_bytes(tmp_pat
     rows = [entry("g1", one, 0), entry("g2", one, 3), entry("g2", problem(), 2)]
     for name, content in (("a", rows), ("b", [dataclasses.replace(row, problem=problem()) for row in rows])):
         (tmp_path / name).mkdir()
-        write_saved(str(tmp_path / name), "pool", Saved(content, {"n": 2}))
+        write_saved(str(tmp_path / name), "pool", AnnotatedEntry, Saved(content, {"n": 2}))
     for file in ("pool.json", "pool.npz"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     found = read_saved(str(tmp_path / "a"), "pool", AnnotatedEntry)
@@ -87,7 +87,7 @@ def test_records_survive_their_files_and_equal_content_makes_equal_bytes(tmp_pat
             else:
                 assert read == value
     with pytest.raises(ValueError, match="row 3 of 's'"):
-        write_saved(str(tmp_path), "pool", Saved([entry("g", dataclasses.replace(one, ground_truth={1j}), 1)]))
+        write_saved(str(tmp_path), "pool", AnnotatedEntry, Saved([entry("g", dataclasses.replace(one, ground_truth={1j}), 1)]))
 
 
 def test_an_annotated_pool_counts_what_it_drops():
@@ -95,7 +95,3 @@ def test_an_annotated_pool_counts_what_it_drops():
     one = Problem(0, "s", as_ids([1]), "", "")
     assert pool.add([entry("g", one, number) for number in range(5)]) == 2
     assert pool.metrics() == {"teacher_pool/size": 2, "teacher_pool/dropped_capacity": 3, "teacher_pool/unique_trees": 1}
-    with pytest.raises(ValueError, match="stratified, uniform"):
-        pool.take(1, "random", np.random.default_rng(0))
-    with pytest.raises(ValueError, match="annotated_pool_max_size"):
-        AnnotatedPool(max_size=0)

@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from configs import carry_chain as experiment
-from deepgrpo.curriculum.forest import create
+from deepgrpo.curriculum import create
 from deepgrpo.data import carry_chain, dataset
 from deepgrpo.data.tokenizer import load_tokenizer
 from deepgrpo.endpoint import setup, transport
@@ -76,7 +76,7 @@ class Loop:
             folder=folder,
         )
         for problem, responses in groups:
-            self.forest.pool.observe_root(problem, 0, SAMPLES, 1, responses)
+            self.forest.observe_root(problem, 0, SAMPLES, 1, responses)
         self.worker.start()
         stack.callback(self.worker.stop, 20.0)
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from deepgrpo.curriculum.base import Correction
-from deepgrpo.curriculum.forest import ForestCurriculum
-from deepgrpo.curriculum.forest_pool import Forest
+from deepgrpo.curriculum.forest import Forest
 from deepgrpo.learner import attach
 from deepgrpo.learner import rows as rows_lib
 from deepgrpo.learner.minibatch import injection_count, interleave
@@ -17,6 +16,7 @@ from deepgrpo.loops.base import Setting
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
 from tests.conftest import golden_cases
+from tests.curriculum import made
 
 EOS, RIGHT = 99, 7
 SAMPLING = Sampling(1.0, 1.0, -1, (EOS,), 16)
@@ -63,9 +63,9 @@ def problem(index, prompt):
     return Problem(index, "scripted", as_ids(prompt), None, "")
 
 
-def planted(states) -> ForestCurriculum:
+def planted(states) -> Forest:
     """A forest in which every state was made at step 0 from a failing root group of two."""
-    curriculum = ForestCurriculum(Forest(max_model_len=16, min_remaining_tokens=1), threshold=0.0)
+    curriculum = made.forest(max_model_len=16, min_remaining_tokens=1)
     for state in states:
         root, prefix = problem(-1, state["root_prompt_ids"]), state["prefix_ids"]
         failed = Rollout(
@@ -90,7 +90,7 @@ def drain(curriculum):
 def step(inputs):
     """The lines of train.py's loop between the prompts and the update, with teacher rows attached."""
     curriculum, ratio = planted(inputs["forest_before"]), inputs["injection_ratio"]
-    origins = {node["node"]: node["origin"] for tree in curriculum.pool.describe() for node in tree["nodes"]}
+    origins = {node["node"]: node["origin"] for tree in made.describe(curriculum) for node in tree["nodes"]}
     drawn = [problem(i, prompt) for i, prompt in enumerate(inputs["dataset_prompts"])]
     states = curriculum.sample(injection_count(len(drawn), ratio, curriculum.ready()), inputs["global_step"])
     prompts = [Prompt(p.prompt_ids, p, inputs["rollout_n"], f"1:{i}") for i, p in enumerate(drawn)]
@@ -141,7 +141,7 @@ def trees(curriculum):
                 for node in tree["nodes"]
             ],
         }
-        for tree in curriculum.pool.describe()
+        for tree in made.describe(curriculum)
     ]
     return sorted(listed, key=lambda tree: tree["prompt_ids"])
 

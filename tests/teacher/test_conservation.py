@@ -8,11 +8,10 @@ import time
 
 import pytest
 
-from deepgrpo.curriculum.chain_pool import DEEPENING
+from deepgrpo import curriculum
+from deepgrpo.curriculum.chain import DEEPENING
 from deepgrpo.teacher.annotate import Outcome
-from deepgrpo.train import CURRICULA
-from tests.curriculum.forest_check import check
-from tests.curriculum.test_forest import RIGHT, WRONG, group, problem
+from tests.curriculum.made import RIGHT, WRONG, check, group, problem
 from tests.teacher.fakes import DOWN, NO_VERDICT, Script, corrected, until, worker_on
 
 STEPS = 10
@@ -35,7 +34,7 @@ class Run:
         config.model.path, config.curriculum.pool, config.curriculum.max_events = "", self.pool, 20
         config.curriculum.max_events_per_parent, config.curriculum.min_remaining_tokens = 3, 1
         config.curriculum.injection_ratio = 1.0
-        made = CURRICULA[self.pool](config)
+        made = curriculum.create(config)
         resolve = made.resolve
 
         def watched(failure, correction, step):
@@ -77,7 +76,7 @@ class Run:
             time.sleep(self.draw.choice((0.0, 0.01)))  # it may get somewhere before the next step, or not
 
     def observe(self, step):
-        sampled = self.curriculum.sample(self.curriculum.wanted(2), step)
+        sampled = self.curriculum.sample(self.curriculum.num_to_inject(2), step)
         groups = [group(problem(i, (i + 1,)), self.rewards()) for i in range(3)]
         groups += [group(state.problem, self.rewards(), state) for state in sampled]
         self.curriculum.observe(groups, step)
@@ -104,13 +103,13 @@ class Run:
         """Nothing is in flight while no worker runs, and every failure is accounted for."""
         counts = self.curriculum.metrics()
         if self.pool == "forest":
-            check(self.curriculum.pool)  # whose counters must add up
-            assert not self.curriculum.pool._index.in_flight
+            check(self.curriculum)  # whose counters must add up
+            assert not self.curriculum.index.in_flight
         elif self.pool == "chain":
-            pool = self.curriculum.pool
-            waiting = {id(pool._chains[key]) for key in pool._queue}
-            assert not pool._in_flight
-            assert waiting >= {id(made) for made in pool.chains() if made.state == DEEPENING}
+            pool = self.curriculum
+            waiting = {id(pool.chains[key]) for key in pool.queue}
+            assert not pool.in_flight
+            assert waiting >= {id(made) for made in pool.chains.values() if made.state == DEEPENING}
         else:
             gone = sum(counts[f"failed_pool/{name}"] for name in ("settled", "dropped_capacity", "dropped_age"))
             assert counts["failed_pool/enqueued"] == gone + counts["failed_pool/size"] and not counts["failed_pool/in_flight"]

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from deepgrpo.curriculum.forest import ForestCurriculum
-from deepgrpo.curriculum.forest_pool import Forest
 from deepgrpo.data import carry_chain
 from deepgrpo.endpoint.cache import ReplyCache
 from deepgrpo.endpoint.client import Client
@@ -21,6 +19,7 @@ from deepgrpo.teacher.oracle import MODEL, Oracle
 from deepgrpo.teacher.splice import Codec, Limits
 from deepgrpo.teacher.worker import TeacherWorker
 from deepgrpo.types import Grade, Problem, as_ids
+from tests.curriculum import made
 
 SUM = "47 + 38 + 25 = ?"
 RIGHT = "47 + 38 = 85\n85 + 25 = 110\n#### 110"
@@ -108,8 +107,8 @@ def corrected_forest(tmp_path, name, base_url, replay="", seed=0):
         threshold=0.0,
         stop_ids=[codec.eos_token_id],
     )
-    forest, rng = Forest(max_model_len=200), np.random.default_rng(seed)
-    worker = TeacherWorker(ForestCurriculum(forest, threshold=0.0), annotator, max_concurrent=8, synchronous=True)
+    forest, rng = made.forest(max_model_len=200), np.random.default_rng(seed)
+    worker = TeacherWorker(forest, annotator, max_concurrent=8, synchronous=True)
     worker.start()
     for step in (1, 2, 3):
         for index, row in enumerate(carry_chain.problems("train", 4)):
@@ -120,7 +119,7 @@ def corrected_forest(tmp_path, name, base_url, replay="", seed=0):
         worker.drain(step, 60.0)
     assert worker.stop(20.0)
     metrics = {k: v for k, v in worker.metrics().items() if "latency" not in k and "/http_" not in k}
-    return forest.describe(), metrics
+    return made.describe(forest), metrics
 
 
 def test_replaying_a_run_needs_no_endpoint_and_makes_the_same_forest(tmp_path):

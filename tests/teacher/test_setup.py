@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from configs import carry_chain
-from deepgrpo.curriculum.none import NoCurriculum
+from deepgrpo.curriculum.base import Curriculum
 from deepgrpo.data.carry_chain import build_tokenizer
 from deepgrpo.data.tokenizer import load_tokenizer
 from deepgrpo.teacher import setup
@@ -30,7 +30,7 @@ def test_strict_reference_cuts_on_tokens(tmp_path, monkeypatch, strict, splice, 
         setup.open_teacher(
             config,
             stack,
-            curriculum=NoCurriculum(),
+            curriculum=Curriculum(config),
             grader=None,
             tokenizer=load_tokenizer(str(tmp_path / "tokenizer")),
             stop_ids=(2,),

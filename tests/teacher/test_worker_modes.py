@@ -4,18 +4,11 @@ import re
 
 import pytest
 
-from deepgrpo.curriculum.annotated_pool import AnnotatedPool
-from deepgrpo.curriculum.chain import ChainCurriculum
-from deepgrpo.curriculum.chain_pool import ChainPool
 from deepgrpo.curriculum.failed_pool import FailedPool, FailedRollout
-from deepgrpo.curriculum.flat import FlatCurriculum
-from deepgrpo.curriculum.flat_pool import FlatPool
-from deepgrpo.curriculum.forest import ForestCurriculum
-from deepgrpo.curriculum.forest_pool import Forest
-from deepgrpo.curriculum.suffixes import SuffixCurriculum
 from deepgrpo.teacher.annotate import Outcome
 from deepgrpo.teacher.worker import TeacherWorker
 from deepgrpo.types import Problem, as_ids
+from tests.curriculum import made
 from tests.curriculum.replay import assert_close
 from tests.teacher.fakes import Script, corrected, until
 from tests.teacher.scenarios import teacher_cases
@@ -29,16 +22,16 @@ class ForestMode:
     """labels: of the failures, in the order in which they are numbered. found: what the pools hold, in the trace's words."""
 
     def __init__(self, args):
-        self.pool, self.labels = Forest(), []
+        self.pool, self.labels = made.forest(), []
         for root in args["roots"]:
             responses = [as_ids(failed["response_ids"]) for failed in root["failed"]]
             self.labels += [failed["event"] for failed in root["failed"]]
             self.pool.observe_root(problem(root["prompt"]), 0, 4, args["observe_step"], responses)
-        self.curriculum = ForestCurriculum(self.pool, threshold=0.0)
+        self.curriculum = self.pool
 
     def found(self, result):
         metrics = self.pool.metrics()
-        nodes = [node for tree in self.pool.describe() for node in tree["nodes"] if node["origin"] is not None]
+        nodes = [node for tree in made.describe(self.pool) for node in tree["nodes"] if node["origin"] is not None]
         children = [{"node": node["ids"].tolist(), "created_step": node["created_step"]} for node in nodes]
         order = [child["node"] for child in result["children"]]
         return {
@@ -49,17 +42,17 @@ class ForestMode:
 
 class ChainMode:
     def __init__(self, args):
-        self.pool, self.labels = ChainPool(), []
+        self.pool, self.labels = made.create("chain"), []
         for root in args["roots"]:
             self.labels += [failed["rollout"] for failed in root["failed"]]
             responses = [as_ids(range(failed["response_len"])) for failed in root["failed"]]
-            self.pool.main_failure(problem(root["prompt"]), responses, 3)
-        self.curriculum = ChainCurriculum(self.pool, seed=0, threshold=0.0)
+            self.pool.start_chain(problem(root["prompt"]), responses, 3)
+        self.curriculum = self.pool
 
     def found(self, result):
         chains = [
             {"prompt": c.problem.prompt_ids.tolist(), "state": c.state, "active": c.nodes[-1].ids.tolist()}
-            for c in self.pool.chains()
+            for c in self.pool.chains.values()
         ]
         return {"chains": chains}
 
@@ -77,24 +70,26 @@ def feed(pool, text):
 
 class FlatMode:
     def __init__(self, args):
-        failed, self.pool = FailedPool(priority=args["failed_pool"] == "priority"), FlatPool()
-        self.labels = feed(failed, args["feed"])
-        self.curriculum = FlatCurriculum(self.pool, failed, seed=0, threshold=0.0)
+        self.curriculum = made.create("flat")
+        self.curriculum.failed = FailedPool(priority=args["failed_pool"] == "priority")
+        self.labels = feed(self.curriculum.failed, args["feed"])
 
     def found(self, result):
-        entries = self.pool.entries()
+        entries = self.curriculum.entries.values()
         return {"entries": [{"state_ids": e.state_ids.tolist(), "initial_p_hat": e.initial_p_hat} for e in entries]}
 
 
 class BranchPointsMode:
     def __init__(self, args):
-        failed, self.pool = FailedPool(priority=args["failed_pool"] == "priority"), AnnotatedPool()
-        self.labels = feed(failed, args["feed"])
-        self.curriculum = SuffixCurriculum(failed, self.pool, seed=0, threshold=0.0)
+        self.curriculum = made.create("suffixes")
+        self.curriculum.failed = FailedPool(priority=args["failed_pool"] == "priority")
+        self.labels = feed(self.curriculum.failed, args["feed"])
 
     def found(self, result):
         names = {"prompt_ids": "state_ids", "prefix_ids": "prefix_ids", "suffix_ids": "suffix_ids"}
-        return {"entries": [{k: getattr(e, name).tolist() for k, name in names.items()} for e in self.pool.contents()]}
+        return {
+            "entries": [{k: getattr(e, name).tolist() for k, name in names.items()} for e in self.curriculum.annotated.entries]
+        }
 
 
 MODES = {"forest": ForestMode, "chain": ChainMode, "flat": FlatMode, "branch_points": BranchPointsMode}

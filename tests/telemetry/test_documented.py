@@ -59,7 +59,7 @@ def test_what_is_emitted_is_documented(of):
 
 def test_forest_names_are_documented():
     known = documented()
-    inspect = pytest.importorskip("deepgrpo.curriculum.forest_inspect")
+    inspect = pytest.importorskip("deepgrpo.curriculum.forest_index")
     source = pathlib.Path(inspect.__file__).read_text()
-    names = re.findall(r'^ +"([a-z_]+(?:/[a-z_]+)?)": ', source.partition("def find")[0], re.M)
+    names = re.findall(r'^ +"([a-z_]+(?:/[a-z_]+)?)": ', source.partition("def _history")[0], re.M)
     assert names and not [name for name in names if not known.fullmatch(name)]

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from deepgrpo.curriculum.forest import ForestCurriculum
-from deepgrpo.curriculum.forest_pool import Forest
-from deepgrpo.curriculum.forest_records import Annotation
+from deepgrpo.curriculum.base import Correction
+from deepgrpo.curriculum.forest import Forest
 from deepgrpo.telemetry import prefix_dump
 from deepgrpo.telemetry.paired import Pair
 from deepgrpo.telemetry.prefix_dump import PrefixDump
 from deepgrpo.types import as_ids
+from tests.curriculum.made import forest
 from tests.telemetry.made import STOP, decode, group, problem
 
 DUMP = PrefixDump(
@@ -21,26 +21,24 @@ DUMP = PrefixDump(
 
 
 @pytest.fixture
-def curriculum() -> ForestCurriculum:
+def curriculum() -> Forest:
     """Three trees with a state each, the second tree's with one more below it."""
-    pool = Forest()
+    pool = forest()
     for index in range(3):
         pool.observe_root(problem(index), 0, 1, 1, [as_ids([5, 6, 7])])
-    for failure in pool.dispatch_teacher(3, 1):
-        ids = as_ids([*failure.state_ids, 5])
-        pool.teacher_result(failure.event, Annotation(ids, as_ids([8, STOP]), 1.0, as_ids([6, 7])), 2)
-    made = ForestCurriculum(pool, threshold=0.0)
-    pool.observe_node(node(made, 1), 0, 1, 2, [as_ids([8, 9])])
-    (failure,) = pool.dispatch_teacher(1, 2)
-    pool.teacher_result(failure.event, Annotation(as_ids([1, 2, 1, 5, 8]), as_ids([4]), 1.0, as_ids([9])), 3)
-    return made
+    for failure in pool.dispatch(3, 1):
+        pool.resolve(failure, Correction(as_ids([5]), as_ids([8, STOP]), 1.0, as_ids([6, 7])), 2)
+    pool.observe_node(node(pool, 1), 0, 1, 2, [as_ids([8, 9])])
+    (failure,) = pool.dispatch(1, 2)
+    pool.resolve(failure, Correction(as_ids([8]), as_ids([4]), 1.0, as_ids([9])), 3)
+    return pool
 
 
-def node(curriculum: ForestCurriculum, index: int) -> int:
-    return curriculum.pool.find([1, 2, index], [1, 2, index, 5])
+def node(curriculum: Forest, index: int) -> int:
+    return curriculum.find([1, 2, index], [1, 2, index, 5])
 
 
-def states(curriculum: ForestCurriculum):
+def states(curriculum: Forest):
     return [group(f"4:state:{i}", 1, 0, 0, None, index=i, locked=[5], node=node(curriculum, i)) for i in range(3)]
 
 

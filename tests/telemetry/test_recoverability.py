@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepgrpo.curriculum.partition import Partition
+from deepgrpo.curriculum.pivots import Partition
 from deepgrpo.telemetry import recoverability
 from deepgrpo.types import Group
 from tests.telemetry.made import problem, rollouts

@@ -6,28 +6,18 @@ import logging
 
 import pytest
 
-from deepgrpo.curriculum import chain, flat, forest, suffixes
 from deepgrpo.telemetry import statistics
 from deepgrpo.telemetry.alerts import DROPS, Drops
-from deepgrpo.train import CURRICULA
 from deepgrpo.types import Group
-from tests.curriculum.test_chain import correction
-from tests.curriculum.test_forest import NO_VERDICT, RIGHT, WRONG, group, problem
+from tests.curriculum.made import NO_VERDICT, RIGHT, WRONG, correction, create, describe, group, problem
 
 FEW = [RIGHT] + [NO_VERDICT] * 7
-POOLS = {"forest": forest, "chain": chain, "flat": flat, "suffixes": suffixes}
-
-
-def config(pool="forest", **changes):
-    made = importlib.import_module("configs.common").get_config()
-    made.model.path, made.curriculum.pool = "", pool
-    made.update_from_flattened_dict(changes)
-    return made
+POOLS = ("forest", "chain", "flat", "suffixes")
 
 
 def with_a_state(pool):
     """A curriculum with one hard state, its problem and the state."""
-    made, first = POOLS[pool].create(config(pool, **{"curriculum.injection_ratio": 1.0})), problem(0)
+    made, first = create(pool, injection_ratio=1.0), problem(0)
     made.observe([group(first, [WRONG] * 8)], 1)
     [failure] = made.dispatch(1, 1)
     made.resolve(failure, correction(failure, 2), 1)
@@ -59,12 +49,12 @@ def test_a_state_is_not_mastered_on_one_verdict_of_eight(pool, as_it_is):
 def test_a_root_is_not_mastered_and_a_prompt_not_hopeless_on_few_verdicts():
     made, first, _ = with_a_state("forest")
     made.observe([group(first, FEW)], 2)
-    assert made.pool.describe()[0]["nodes"][0]["active"]
+    assert describe(made)[0]["nodes"][0]["active"]
     made.observe([group(first, [WRONG] + [NO_VERDICT] * 7)], 3)
     assert made.pending() == 1, "a failure is a failure, and goes to the teacher"
-    other = chain.create(config("chain"))
+    other = create("chain")
     other.observe([group(first, [WRONG] + [NO_VERDICT] * 7)], 1)
-    assert other.pending() == 0 and not other.pool.chains(), "one verdict does not say that all fail"
+    assert other.pending() == 0 and not other.chains, "one verdict does not say that all fail"
 
 
 def test_labels_and_metrics_need_the_groups_verdicts():
@@ -77,7 +67,7 @@ def test_labels_and_metrics_need_the_groups_verdicts():
 @pytest.mark.parametrize("pool", POOLS)
 def test_without_a_teacher_nothing_is_queued(pool, tmp_path):
     for enabled in (True, False):
-        made = CURRICULA[pool](config(pool, **{"teacher.enabled": enabled}))
+        made = create(pool, teacher__enabled=enabled)
         for step in range(1, 4):
             made.observe([group(problem(i, (i + 1,)), [WRONG] * 8) for i in range(5)], step)
         assert bool(made.pending()) == enabled, pool
@@ -88,10 +78,10 @@ def test_without_a_teacher_nothing_is_queued(pool, tmp_path):
 def test_a_chain_without_a_teacher_goes_on_with_the_states_that_it_has(tmp_path):
     made, first, state = with_a_state("chain")
     made.state(str(tmp_path))
-    alone = chain.create(config("chain", **{"teacher.enabled": False, "curriculum.injection_ratio": 1.0}))
+    alone = create("chain", teacher__enabled=False, injection_ratio=1.0)
     alone.restore(str(tmp_path))
     alone.observe([group(first, [WRONG] * 8, state)], 3)
-    assert alone.pending() == 0 and alone.wanted(1) == 1, "it does not wait for a teacher that never comes"
+    assert alone.pending() == 0 and alone.num_to_inject(1) == 1, "it does not wait for a teacher that never comes"
 
 
 @pytest.mark.parametrize("name", ["gsm8k_0p5b", "math_1p5b", "carry_chain", "smollm2"])
@@ -101,7 +91,7 @@ def test_released_experiments_bound_every_pool(name):
 
 
 def test_many_steps_of_failures_stay_within_the_bounds(caplog):
-    made, drops = forest.create(config(**{"curriculum.max_events": 50, "curriculum.max_nodes_per_tree": 4})), Drops()
+    made, drops = create("forest", max_events=50, max_nodes_per_tree=4), Drops()
     with caplog.at_level(logging.WARNING):
         for step in range(1, 40):
             made.observe([group(problem(i, (i + 1,)), [WRONG] * 8) for i in range(10)], step)
@@ -117,5 +107,5 @@ def test_many_steps_of_failures_stay_within_the_bounds(caplog):
 
 
 def test_every_counter_of_drops_is_one_that_a_pool_reports():
-    reported = {name for pool in ("forest", "flat", "suffixes") for name in CURRICULA[pool](config(pool)).metrics()}
+    reported = {name for pool in ("forest", "flat", "suffixes") for name in create(pool).metrics()}
     assert DROPS.keys() - reported == {"buffer/dropped_capacity"}

@@ -1,32 +1,33 @@
-"""The forest replays recorded traces operation by operation; so do the mini-batches of the epoch-local SFT phase."""
+"""The pools replay recorded traces operation by operation; so do the mini-batches of the epoch-local SFT phase."""
 
 import json
 
 import pytest
 
-from deepgrpo.curriculum.forest_sft import epoch_sft_minibatches
+from deepgrpo.curriculum.suffix_sft import epoch_sft_minibatches
 from tests.conftest import golden_files
-from tests.curriculum.forest_replay import Replay
+from tests.curriculum.replay import REPLAYS, ForestReplay
 
 
-def _scenarios(pattern: str) -> list:
+def _scenarios(*kinds: str) -> list:
     scenarios = [
-        pytest.param(scenario, suite.get("stat_keys"), id=f"{path.stem}-{scenario['name']}")
-        for path in golden_files(pattern)
+        pytest.param(kind, scenario, suite.get("stat_keys"), id=f"{path.stem}-{scenario['name']}")
+        for kind in kinds
+        for path in golden_files(f"pools_*_{kind}*.json")
         for suite in [json.loads(path.read_text())]
         for scenario in suite["scenarios"]
     ]
-    absent = pytest.mark.skip(reason=f"golden traces {pattern} are absent: set DEEPGRPO_GOLDEN")
-    return scenarios or [pytest.param(None, None, marks=absent, id="absent")]
+    absent = pytest.mark.skip(reason=f"golden traces of {kinds} are absent: set DEEPGRPO_GOLDEN")
+    return scenarios or [pytest.param(None, None, None, marks=absent, id="absent")]
 
 
-@pytest.mark.parametrize(("scenario", "stat_keys"), _scenarios("pools_*_forest*.json"))
-def test_forest_trace(scenario, stat_keys):
-    Replay(scenario["config"]).run(scenario["ops"], stat_keys)
+@pytest.mark.parametrize(("kind", "scenario", "stat_keys"), _scenarios(*REPLAYS))
+def test_trace(kind, scenario, stat_keys):
+    REPLAYS[kind](scenario["config"]).run(scenario["ops"], stat_keys)
 
 
-@pytest.mark.parametrize(("scenario", "stat_keys"), _scenarios("pools_*_epoch_sft*.json"))
-def test_epoch_sft_minibatches(scenario, stat_keys):
+@pytest.mark.parametrize(("kind", "scenario", "stat_keys"), _scenarios("epoch_sft"))
+def test_epoch_sft_minibatches(kind, scenario, stat_keys):
     for case in scenario["cases"]:
         args = case["args"]
         snapshot = [(entry["tree"], entry["node"]) for entry in args["snapshot"]]
@@ -48,7 +49,7 @@ def test_life_of_a_state():
     failed = [{"event": "a", "response_ids": [7, 8]}, {"event": "b", "response_ids": [7, 9]}]
     answer = {"annotated": {"prompt_ids": [1, 2], "prefix_ids": [7], "suffix_ids": [5, 0]}, "success": True, "step": 2}
     b = {"event": "b", "tree": [1, 2], "parent": [1, 2], "created_step": 1}
-    Replay({"max_model_len": 40}).run(
+    ForestReplay({"max_model_len": 40}).run(
         [
             _op("observe_root", _seen(), prompt=[3], k_succ=2, k_total=2, step=1, failed=None),
             _op(

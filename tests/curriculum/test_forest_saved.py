@@ -1,41 +1,139 @@
-"""Operations on saved forests: unions that don't depend on the order, what pruning leaves, what differs, and a fresh start."""
+"""Saved forests: equal content gives equal bytes, a restored forest goes on exactly; merging, pruning, comparing."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
 from deepgrpo.curriculum import forest_tools as tools
-from deepgrpo.curriculum.forest_pool import Forest
-from deepgrpo.curriculum.forest_records import NEVER, Annotation
+from deepgrpo.curriculum.base import NEVER, Correction, Failure
+from deepgrpo.curriculum.forest import Forest
+from deepgrpo.curriculum.forest_state import SavedForest, read, write
 from deepgrpo.types import Problem, as_ids
-from tests.curriculum.forest_check import check
+from tests.curriculum.made import answer, check, content, correction, create, forest, saved
 
 
-def wild(seed: int, prompts=(0, 1, 2)) -> tools.Saved:
+def grown(trees: int = 8, **bounds) -> Forest:
+    """A forest with active and retired nodes, waiting events, events in flight, clocks and SFT credits."""
+    pool = forest(max_model_len=100, **bounds)
+    for i in range(trees):
+        problem = Problem(i, "test", as_ids([7, i]), {"answer": [i, None]}, f"Wie groß\u2028ist {i}?", {"level": i, "id": 5})
+        pool.observe_root(problem, i % 2, 4, 1 + i // 2, [as_ids([i, 5, k]) for k in range(4 - i % 2)])
+    for step in (3, 4):
+        for failure in pool.dispatch(trees - 2, step):
+            if failure.event % 3:
+                pool.resolve(failure, correction(failure, 2, [9, failure.event]), step)
+        for state in pool.sample_rollout(3, step):
+            pool.observe_node(state.node, int(step == 4) * 2, 2, step, [as_ids([8])])
+    for entry in pool.sample_sft(2, 5):
+        pool.record_sft(entry.node, 5)
+    return pool
+
+
+def drive(pool: Forest) -> list:
+    """What the next operations return."""
+    seen = []
+    for step in range(6, 12):
+        seen += [state.ids.tolist() for state in pool.sample_rollout(2, step)]
+        for failure in pool.dispatch(2, step):
+            seen.append((failure.event, failure.step, failure.state_ids.tolist(), failure.response_ids.tolist()))
+            seen.append((failure.problem.index, failure.problem.ground_truth, failure.problem.question, failure.problem.extra))
+            seen.append(pool.resolve(failure, Correction(as_ids([step]), as_ids([1]), 1.0, as_ids([])), step))
+        seen += [entry.suffix_ids.tolist() for entry in pool.sample_sft(1, step)]
+    return seen + [sorted(pool.metrics().items())]
+
+
+def test_restored_forest_goes_on_exactly(tmp_path):
+    pool = grown()
+    for event in list(pool.index.in_flight):  # they would wait again: answered, the two stay equal
+        pool.resolve(Failure(event, None, as_ids([]), as_ids([]), 0), None, 5)
+    first = saved(pool, tmp_path / "a")
+    restored = forest(max_model_len=100)
+    restored.restore(str(tmp_path / "a"))
+    check(restored)
+    assert saved(restored, tmp_path / "b") == first
+    assert drive(restored) == drive(pool)
+    assert saved(restored, tmp_path / "c") == saved(pool, tmp_path / "d") != first
+
+
+def test_events_in_flight_wait_again(tmp_path):
+    pool = grown()
+    flying = pool.metrics()["teacher/events_in_flight"]
+    assert flying > 0
+    saved(pool, tmp_path / "a")
+    bounded = forest(max_model_len=100, max_events=4)
+    bounded.restore(str(tmp_path / "a"))
+    check(bounded)
+    before = bounded.metrics()
+    assert before["teacher/events_in_flight"] == 0 and before["teacher/events_queued"] == len(pool.index.events) > 5
+    bounded.observe_root(Problem(0, "test", as_ids([7, 0]), "", ""), 0, 1, 9, [as_ids([1])])
+    assert bounded.metrics()["teacher/events_queued"] == 4  # a tighter bound takes effect with the next event
+    check(bounded)
+
+
+def test_files_open_with_plain_tools(tmp_path):
+    saved(grown(), tmp_path / "a")
+    header = json.loads((tmp_path / "a/curriculum.json").read_text())
+    assert (header["pool"], header["version"]) == ("forest", 2)
+    problems = json.loads((tmp_path / "a/trees.json").read_text())["problems"]
+    assert [problem["index"] for problem in problems] == list(range(8))
+    nodes = np.load(tmp_path / "a/nodes.npz")
+    rows = [nodes["ids"][a:b].tolist() for a, b in zip(nodes["ids_offsets"], nodes["ids_offsets"][1:], strict=False)]
+    child = int(np.flatnonzero(nodes["parent"] >= 0)[0])
+    parent = int(np.flatnonzero(nodes["id"] == nodes["parent"][child])[0])
+    assert rows[child][: len(rows[parent])] == rows[parent] and nodes["reward"][child] == 1.0
+
+
+def test_empty_forest_round_trips(tmp_path):
+    first = saved(forest(), tmp_path / "a")
+    pool = grown()
+    pool.restore(str(tmp_path / "a"))
+    assert len(pool) == 0 and saved(pool, tmp_path / "b") == first
+
+
+def test_foreign_folders_are_refused(tmp_path):
+    create("none").state(str(tmp_path))
+    with pytest.raises(ValueError, match="'none'.*'forest'"):
+        forest().restore(str(tmp_path))
+    header = tmp_path / "curriculum.json"
+    header.write_text(json.dumps({"pool": "forest", "version": 1}))
+    with pytest.raises(ValueError, match="version 1 .*'forest'.* reads version 2"):
+        forest().restore(str(tmp_path))
+    header.unlink()
+    with pytest.raises(ValueError, match="curriculum.json is absent"):
+        create("none").restore(str(tmp_path))
+
+
+def test_problem_that_json_cannot_hold_is_named(tmp_path):
+    pool = forest()
+    pool.observe_root(Problem(12, "test", as_ids([1]), {1, 2}, ""), 0, 1, 1, [as_ids([2])])
+    with pytest.raises(ValueError, match="row 12 of 'test'"):
+        pool.state(str(tmp_path))
+    check(pool)
+
+
+def wild(seed: int, prompts=(0, 1, 2)) -> SavedForest:
     """A random forest over so few tokens that two of them share prompts, states with other parents, and failures."""
-    rng, pool = np.random.default_rng(seed), Forest()
+    rng, pool = np.random.default_rng(seed), forest()
     for step in range(1, 9):
         for i in prompts:
             failed = [as_ids(rng.integers(1, 3, 4)) for _ in range(2)]
             pool.observe_root(Problem(i, "test", as_ids([9, i]), f"{i}", f"question {i}"), 1, 3, step, failed)
-        for failure in pool.dispatch_teacher(3, step):
+        for failure in pool.dispatch(3, step):
             cut = int(rng.integers(1, 4))
-            ids = as_ids([*failure.state_ids, *failure.response_ids[:cut]])
-            correction = Annotation(ids, as_ids(rng.integers(1, 3, 2)), 1.0, failure.response_ids[cut:])
-            pool.teacher_result(failure.event, correction if rng.random() < 0.9 else None, step)
+            made = correction(failure, cut, rng.integers(1, 3, 2))
+            pool.resolve(failure, made if rng.random() < 0.9 else None, step)
         for state in pool.sample_rollout(2, step):
             pool.observe_node(state.node, int(rng.integers(0, 3)), 2, step, [as_ids(rng.integers(1, 3, 3))])
     return saved_of(pool)
 
 
-def saved_of(pool: Forest) -> tools.Saved:
-    index = pool._index
-    counters = dataclasses.asdict(pool._counters) | {"next_node": pool._next_node, "next_event": pool._next_event}
-    return tools.Saved(index.trees, counters, dataclasses.asdict(index.history))
+def saved_of(pool: Forest) -> SavedForest:
+    return SavedForest(pool.index.trees, pool.counters)
 
 
-def plain(saved: tools.Saved) -> dict:
+def plain(saved: SavedForest) -> dict:
     """Everything but handles and orders."""
     content = {}
     for key, tree in saved.trees.items():
@@ -48,33 +146,29 @@ def plain(saved: tools.Saved) -> dict:
                 row["parent"] = by_id[node.parent].ids.tolist()
                 row["origin"] = [np.asarray(value).tolist() for value in node.origin[1:]]
             content[key].append(row)
-    return content | {"counters": saved.counters, "history": saved.history}
+    return content | {"counters": saved.counters}
 
 
-def restored(saved: tools.Saved, folder) -> Forest:
+def restored(saved: SavedForest, folder) -> Forest:
     """The pool that goes on with a saved forest, with all its invariants checked."""
     folder.mkdir()
-    tools.write(saved, str(folder))
-    pool = Forest()
+    write(saved, str(folder))
+    pool = forest()
     pool.restore(str(folder))
     check(pool)
     return pool
-
-
-def content(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def test_reading_and_writing_and_the_union_with_nothing_change_no_byte(tmp_path):
     saved = wild(0)
     for name, same in (
         ("as it is", saved),
-        ("first", tools.merge(saved, tools.empty())),
-        ("second", tools.merge(tools.empty(), saved)),
+        ("first", tools.merge(saved, SavedForest({}))),
+        ("second", tools.merge(SavedForest({}), saved)),
     ):
         restored(same, tmp_path / name)
         assert content(tmp_path / name) == content(tmp_path / "as it is")
-    again = tools.read(str(tmp_path / "as it is"))
+    again = read(str(tmp_path / "as it is"))
     assert plain(again) == plain(saved) and not tools.diff(again, saved)
 
 
@@ -88,22 +182,22 @@ def test_unions_do_not_depend_on_the_order(tmp_path, seed):
     states = {node.ids.tobytes() for forest in (a, b) for node in forest.nodes()}
     assert {node.ids.tobytes() for node in both.nodes()} == states and len(list(both.nodes())) == len(states)
     pool = restored(both, tmp_path / "both")
-    assert pool.sample_rollout(4, 20) and pool.dispatch_teacher(4, 20)
+    assert pool.sample_rollout(4, 20) and pool.dispatch(4, 20)
 
 
-def line_of_states(*states: list[int]) -> tools.Saved:
+def line_of_states(*states: list[int]) -> SavedForest:
     """Each state is the child of the one before; the first is made at step 1, the second at step 2, and so on."""
-    pool = Forest()
+    pool = forest()
     pool.observe_root(Problem(0, "test", as_ids([9]), "", ""), 0, 1, 1, [as_ids([7, 7, 7])])
     for step, state in enumerate(states, 1):
-        (failure,) = pool.dispatch_teacher(1, step)
-        _, child = pool.teacher_result(failure.event, Annotation(as_ids([9, *state]), as_ids([5]), 1.0), step)
+        (failure,) = pool.dispatch(1, step)
+        child = answer(pool, failure, [9, *state][len(failure.state_ids) :], step)
         pool.observe_node(child, 0, 1, step, [as_ids([7, 7])])
     return saved_of(pool)
 
 
 def test_the_earlier_record_gives_the_parent_and_parents_come_first(tmp_path):
-    def parent_of(saved: tools.Saved, *state: int) -> list[int]:
+    def parent_of(saved: SavedForest, *state: int) -> list[int]:
         nodes = {node.id: node for node in saved.nodes()}
         assert all(node.parent is None or node.parent < node.id for node in nodes.values())
         (node,) = [node for node in nodes.values() if node.ids.tolist() == [9, *state]]
@@ -165,7 +259,7 @@ def test_full_trees_keep_active_and_young_states_and_empty_trees_go():
 
 def test_differences_are_named(tmp_path):
     pool = restored(wild(5), tmp_path / "a")
-    before = tools.read(str(tmp_path / "a"))
+    before = read(str(tmp_path / "a"))
     (state,) = pool.sample_rollout(1, 20)
     pool.observe_node(state.node, 2, 2, 20, None)
     pool.observe_root(Problem(7, "test", as_ids([9, 7]), "", ""), 0, 1, 20, [as_ids([1])])

@@ -23,9 +23,9 @@ import numpy as np
 
 from deepgrpo import config as config_lib
 from deepgrpo.config import flags as flags_lib
-from deepgrpo.config.branch_rules import TEACHERLESS
 from deepgrpo.config.constraints import ORACLE
 from deepgrpo.config.streams import tool
+from deepgrpo.curriculum import pool_class
 from deepgrpo.data import dataset as dataset_lib
 from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.learner import flops, memory, packing, placement, sharding
@@ -112,7 +112,6 @@ def share(text: str) -> float:
     return value
 
 
-STATES = ("forest", "chain", "flat")  # pools whose states are injected with rollouts of their own
 CHARACTERS_PER_TOKEN = 4  # of English text
 
 
@@ -189,23 +188,20 @@ def find_work(config: Any, arguments: argparse.Namespace, notes: list[str]) -> W
 
 def groups_of_step(config: Any, work: Work, notes: list[str]) -> list[tuple[int, int, float, int]]:
     """Groups of a step once the curriculum is full: (responses, prompt tokens, mean response tokens, stream) of each."""
-    batch, n, curriculum, pool = config.data.batch_size, responses_per_prompt(config), config.curriculum, config.curriculum.pool
+    batch, n, curriculum = config.data.batch_size, responses_per_prompt(config), config.curriculum
+    pool = pool_class(curriculum.pool)
     if config.loop == "treerl":
         notes.append(f"treerl: {n} responses a prompt, as long as others; that they share beginnings is not counted")
-    prompt, keys = max(1, round(work.prompt)), config.branches
+    prompt = max(1, round(work.prompt))
     prefix = min(round(work.response / 2), config.rollout.max_model_len - prompt - 1)
     rest, teacher = max(1.0, work.response - prefix), config.objective.teacher_loss != "null"
-    states = injection_count(batch, curriculum.injection_ratio, batch) if pool in STATES else 0
+    states = injection_count(batch, curriculum.injection_ratio, batch) if pool.by_ratio else 0
     dataset = batch - states if curriculum.injection_mode == "replace" else batch
     groups = [(n, prompt, work.response, MAIN)] * dataset + [(curriculum.rollout_n or n, prompt + prefix, rest, MAIN)] * states
-    if pool == "branches_inline":
-        responses = dataset * n * (work.failure_share if keys.only_on_low_quality else 1.0)
-        groups += [(keys.branches_per_point, prompt + prefix, rest, BRANCH)] * round(responses * keys.n_branch_points)
-    elif pool in ("branches", "suffixes"):
-        count = keys.sample_size_per_step if pool == "branches" else keys.batch_threshold
-        groups += [(keys.branches_per_entry, prompt + prefix, rest, BRANCH)] * (count if keys.branches_per_entry else 0)
-    if teacher and (pool == "suffixes" or (pool in STATES and curriculum.teacher_rows)):
-        groups += [(1, prompt + prefix, rest, TEACHER)] * (keys.batch_threshold if pool == "suffixes" else states)
+    branches, each = pool.branch_groups(config, dataset * n * work.failure_share)
+    groups += [(each, prompt + prefix, rest, BRANCH)] * (round(branches) if each else 0)
+    if teacher and pool.keeps_suffixes and (pool.branches or curriculum.teacher_rows):
+        groups += [(1, prompt + prefix, rest, TEACHER)] * (round(branches) if pool.branches else states)
     if len(groups) > dataset:
         notes.append(f"the pool is full, and states and branches begin {prefix} tokens into a response of average length")
     return groups
@@ -307,8 +303,8 @@ def rollout_work(config: Any, model: ModelConfig, groups: list, device: str, mes
 
 def teacher_work(config: Any, work: Work, groups: list, steps: int | None, notes: list[str]) -> dict | None:
     """Corrections, tokens and money of a step and of the run, before budgets and cached replies; None: there is no teacher."""
-    teacher, pool = config.teacher, config.curriculum.pool
-    if not teacher.enabled or pool == "none" or pool in TEACHERLESS:
+    teacher = config.teacher
+    if not teacher.enabled or not pool_class(config.curriculum.pool).asks_teacher:
         return None
     one = config.curriculum.failures == "longest_prefix"
     main = [(n, prompt, response) for n, prompt, response, stream in groups if stream == MAIN]

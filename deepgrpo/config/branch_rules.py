@@ -2,8 +2,7 @@
 
 from ml_collections import config_dict
 
-TEACHERLESS = ("branches_inline", "branches")  # pools of branches without a teacher
-BRANCHING = (*TEACHERLESS, "suffixes")
+from deepgrpo.config.curriculum_rules import pool_of
 
 CHOICES = {
     "branches.segment_method": ("sp", "tp", "fp"),
@@ -26,8 +25,8 @@ Rule = tuple[tuple[str, ...], bool, str]
 
 def rules(config: config_dict.ConfigDict) -> list[Rule]:
     """Only of the pool that is used."""
-    pool = config.curriculum.pool
-    if pool not in BRANCHING:
+    pool = pool_of(config)
+    if not pool.branches:
         return []
     return [
         (
@@ -35,7 +34,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
             config.curriculum.injection_mode == "add",
             "branches come on top of the data set's prompts; set curriculum.injection_mode=add",
         ),
-        *(suffix_rules(config) if pool == "suffixes" else pivot_rules(config)),
+        *(suffix_rules(config) if pool.asks_teacher else pivot_rules(config)),
     ]
 
 

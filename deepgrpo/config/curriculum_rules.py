@@ -1,15 +1,16 @@
 """Values and combinations of the section `curriculum` that cannot work."""
 
+import importlib
 import math
+from typing import Any
 
 from ml_collections import config_dict
 
 STEP_CHECKED = ("carry_chain", "arithmetic")  # data sets whose grader reports how much of a wrong answer was right
-BY_RATIO = ("forest", "chain", "flat")  # pools whose states are a fraction of the data set's prompts
-WITHOUT_CONTINUATIONS = ("chain", "flat")  # pools whose states have no teacher suffix
+pools = importlib.import_module("deepgrpo.curriculum")  # a floor above, hence by its name; only what is asked for is imported
 
 CHOICES = {
-    "curriculum.pool": ("none", "forest", "chain", "flat", "branches_inline", "branches", "suffixes"),
+    "curriculum.pool": pools.POOLS,
     "curriculum.injection_mode": ("add", "replace"),
     "curriculum.failures": ("all", "longest_prefix"),
     "curriculum.cut": ("teacher", "own", "random", "solution"),
@@ -29,9 +30,15 @@ RANGES = {
 Rule = tuple[tuple[str, ...], bool, str]
 
 
+def pool_of(config: config_dict.ConfigDict) -> Any:
+    """The class of the pool in use, whose attributes say what it can do (`curriculum.base.Curriculum` lists them)."""
+    name = config.curriculum.pool
+    return pools.pool_class(name if name in pools.POOLS else "none")  # a wrong name is told by itself
+
+
 def rules(config: config_dict.ConfigDict) -> list[Rule]:
-    curriculum, data = config.curriculum, config.data
-    by_ratio = curriculum.pool in BY_RATIO
+    curriculum, data, pool = config.curriculum, config.data, pool_of(config)
+    by_ratio = pool.by_ratio
     return [
         (
             ("curriculum.injection_ratio", "data.batch_size"),
@@ -50,8 +57,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
         ),
         (
             ("data.max_prompt_length", "rollout.max_model_len", "curriculum.min_remaining_tokens"),
-            not (by_ratio or curriculum.pool == "suffixes")
-            or data.max_prompt_length < config.rollout.max_model_len - curriculum.min_remaining_tokens,
+            not pool.asks_teacher or data.max_prompt_length < config.rollout.max_model_len - curriculum.min_remaining_tokens,
             "the longest prompt leaves no room for a prefix and curriculum.min_remaining_tokens; raise rollout.max_model_len",
         ),
         (
@@ -61,7 +67,7 @@ def rules(config: config_dict.ConfigDict) -> list[Rule]:
         ),
         (
             ("curriculum.pool", "objective.teacher_loss"),
-            curriculum.pool not in WITHOUT_CONTINUATIONS or config.objective.teacher_loss == "null",
+            not by_ratio or pool.keeps_suffixes or config.objective.teacher_loss == "null",
             "states of this pool come without the teacher's continuation: there are no teacher tokens; set "
             "objective.teacher_loss=null, or curriculum.pool=forest",
         ),

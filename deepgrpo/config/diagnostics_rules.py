@@ -2,8 +2,7 @@
 
 from ml_collections import config_dict
 
-PAIRED = ("forest", "chain", "flat")  # pools of states that have a root to be compared with
-AGED = ("forest", "flat")  # pools that know when a state was made
+from deepgrpo.config.curriculum_rules import pool_of
 
 RANGES = {
     "diagnostics.paired_every": "[0, inf)",
@@ -25,22 +24,22 @@ Rule = tuple[tuple[str, ...], bool, str]
 
 
 def rules(config: config_dict.ConfigDict) -> list[Rule]:
-    keys, pool = config.diagnostics, config.curriculum.pool
+    keys, name, pool = config.diagnostics, config.curriculum.pool, pool_of(config)
     return [
         (
             ("diagnostics.paired_every", "curriculum.pool"),
-            keys.paired_every == 0 or pool in PAIRED,
-            f"only states of the pools {', '.join(PAIRED)} are compared with their roots; set diagnostics.paired_every=0",
+            keys.paired_every == 0 or pool.by_ratio,
+            f"states of pool {name} have no root to be compared with; set diagnostics.paired_every=0",
         ),
         (
             ("diagnostics.dump_every", "curriculum.pool"),
-            keys.dump_every == 0 or pool == "forest",
+            keys.dump_every == 0 or name == "forest",
             "only states of a forest are dumped; set diagnostics.dump_every=0 (telemetry.rollouts_every dumps all rollouts)",
         ),
         (
             ("diagnostics.score_every", "curriculum.pool"),
-            keys.score_every == 0 or pool in AGED,
-            f"only the pools {', '.join(AGED)} know a state's age; set diagnostics.score_every=0",
+            keys.score_every == 0 or pool.knows_age,
+            f"pool {name} does not know a state's age; set diagnostics.score_every=0",
         ),
         (
             ("diagnostics.recover_every", "loop"),

@@ -2,6 +2,8 @@
 
 from ml_collections import config_dict
 
+from deepgrpo.config.curriculum_rules import pool_of
+
 CHOICES = {
     "objective.advantage": ("group_mean", "grpo_std", "rloo"),
     "objective.zero_gradient_rows": ("drop", "keep"),
@@ -42,7 +44,6 @@ RANGES = {
     "rollout.dynamic_sampling": "[0, inf)",
 }
 
-KEEP_SUFFIXES = ("forest", "suffixes")  # pools that keep the teacher's continuations
 
 Rule = tuple[tuple[str, ...], bool, str]
 
@@ -128,8 +129,9 @@ def teacher_token_rules(config: config_dict.ConfigDict) -> list[Rule]:
 
 def teacher_row_rules(config: config_dict.ConfigDict) -> list[Rule]:
     """Rules of teacher rows on injected states. Only the forest keeps the teacher's continuations."""
-    o, curriculum = config.objective, config.curriculum
-    attaches = curriculum.teacher_rows and curriculum.pool == "forest"
+    o, curriculum, pool = config.objective, config.curriculum, pool_of(config)
+    beside_groups = pool.by_ratio and pool.keeps_suffixes
+    attaches = curriculum.teacher_rows and beside_groups
     return [
         (
             ("objective.teacher_loss", "curriculum.teacher_rows"),
@@ -138,13 +140,13 @@ def teacher_row_rules(config: config_dict.ConfigDict) -> list[Rule]:
         ),
         (
             ("objective.teacher_loss", "curriculum.pool"),
-            o.teacher_loss != "snis" or curriculum.pool == "forest",
+            o.teacher_loss != "snis" or beside_groups,
             "snis trains on the teacher's continuations of injected states; set curriculum.pool=forest",
         ),
         (
             ("objective.teacher_loss", "curriculum.pool"),
-            o.teacher_loss == "null" or curriculum.pool in KEEP_SUFFIXES,
-            f"there are no teacher tokens; set objective.teacher_loss=null, or curriculum.pool to {' or '.join(KEEP_SUFFIXES)}",
+            o.teacher_loss == "null" or pool.keeps_suffixes,
+            "there are no teacher tokens; set objective.teacher_loss=null, or curriculum.pool to forest or suffixes",
         ),
         (
             ("curriculum.teacher_rows", "objective.teacher_loss"),

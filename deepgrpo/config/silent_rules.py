@@ -5,9 +5,8 @@ Only keys whose value is not the default of configs/common.py are told, and none
 
 from ml_collections import config_dict
 
-from deepgrpo.config.branch_rules import BRANCHING
 from deepgrpo.config.constraints import ORACLE
-from deepgrpo.config.curriculum_rules import BY_RATIO
+from deepgrpo.config.curriculum_rules import pools
 from deepgrpo.config.errors import Finding
 from deepgrpo.config.flags import flatten, load_schema
 
@@ -16,7 +15,6 @@ Unused = tuple[bool, str, tuple[str, ...]]  # whether these keys (or sections, b
 
 def unused(config: config_dict.ConfigDict) -> list[Unused]:
     o, c, teacher, validation = config.objective, config.curriculum, config.teacher, config.validation
-    other_pool = c.pool != "none"
     return [
         (config.rollout.engine != "vllm", "rollout.engine=vllm", ("vllm.", "weights.")),
         (config.rollout.dynamic_sampling == 0, "rollout.dynamic_sampling above 0", ("rollout.dynamic_on_cap",)),
@@ -41,18 +39,7 @@ def unused(config: config_dict.ConfigDict) -> list[Unused]:
             tuple(f"optim.teacher.{name}" for name in ("weight_decay", "b1", "b2")),
         ),
         (c.suffix_sft != "post_step", "curriculum.suffix_sft=post_step", ("optim.teacher.allow_partial",)),
-        (
-            other_pool and c.pool != "forest",
-            "curriculum.pool=forest",
-            ("curriculum.max_nodes_per_tree", "curriculum.retire_after"),
-        ),
-        (
-            other_pool and c.pool not in ("forest", "flat"),
-            "curriculum.pool=forest or flat",
-            ("curriculum.max_events_per_parent", "curriculum.max_events"),
-        ),
-        (other_pool and c.pool not in BY_RATIO, "curriculum.pool=forest, chain or flat", ("curriculum.rollout_n",)),
-        (c.pool not in BRANCHING, f"curriculum.pool={', '.join(BRANCHING[:-1])} or {BRANCHING[-1]}", ("branches.",)),
+        *unused_by_pool(c.pool),
         (teacher.base_url != ORACLE, f"teacher.base_url={ORACLE}", ("teacher.oracle",)),
         (
             teacher.base_url == ORACLE,
@@ -65,6 +52,16 @@ def unused(config: config_dict.ConfigDict) -> list[Unused]:
             ("validation.n", "validation.temperature", "validation.top_p", "validation.before_train", "checkpoint.best_metric"),
         ),
     ]
+
+
+def unused_by_pool(name: str) -> list[Unused]:
+    """Keys that only other pools read (`Curriculum.keys`), and the section of branches."""
+    every = {other: pools.pool_class(other) for other in pools.POOLS}
+    users: dict[tuple[str, ...], list[str]] = {tuple(other for other, pool in every.items() if pool.branches): ["branches."]}
+    for key in dict.fromkeys(key for pool in every.values() for key in pool.keys if name != "none"):
+        users.setdefault(tuple(other for other, pool in every.items() if key in pool.keys), []).append(f"curriculum.{key}")
+    listed = {names: " or ".join(filter(None, (", ".join(names[:-1]), names[-1]))) for names in users}
+    return [(name not in names, f"curriculum.pool={listed[names]}", tuple(keys)) for names, keys in users.items()]
 
 
 def settings_problems(config: config_dict.ConfigDict) -> list[Finding]:

@@ -97,6 +97,11 @@ class Curriculum:
         self.max_state_len = config.rollout.max_model_len - self.section.min_remaining_tokens
         self.lock = threading.Lock()
 
+    @classmethod
+    def branch_groups(cls, config: ml_collections.ConfigDict, failed: float) -> tuple[float, int]:
+        """Groups of branches of a step, if `failed` of the dataset's responses fail, and rollouts of each; for planning."""
+        return 0, 0
+
     #### The training loop
 
     def ready(self) -> int:

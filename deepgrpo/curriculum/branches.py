@@ -125,6 +125,10 @@ class InlineBranches(Branches):
         super().__init__(config)
         self.branches_per_point = config.branches.branches_per_point
 
+    @classmethod
+    def branch_groups(cls, config: ml_collections.ConfigDict, failed: float) -> tuple[float, int]:
+        return failed * config.branches.n_branch_points, config.branches.branches_per_point
+
     def expand(self, groups: Sequence[Group], step: int) -> list[Prompt]:
         check_step(step)
         if any(map(is_branch, groups)):
@@ -201,7 +205,11 @@ class BufferedBranches(Branches):
     def __init__(self, config: ml_collections.ConfigDict):
         super().__init__(config)
         self.buffer = BranchBuffer(config.rollout.max_model_len)
-        self.sample_size, self.branches_per_entry = config.branches.sample_size_per_step, config.branches.branches_per_entry
+        self.sample_size, self.branches_per_entry = self.branch_groups(config, 0)
+
+    @classmethod
+    def branch_groups(cls, config: ml_collections.ConfigDict, failed: float) -> tuple[float, int]:
+        return config.branches.sample_size_per_step, config.branches.branches_per_entry
 
     def num_to_inject(self, batch_size: int) -> int:
         with self.lock:

@@ -96,9 +96,13 @@ class SuffixPool(QueuedCurriculum):
     def __init__(self, config: ml_collections.ConfigDict):
         super().__init__(config, FailedPool())
         self.annotated = AnnotatedPool()
-        self.batch = config.branches.batch_threshold  # entries that are taken at once
-        self.branches_per_entry = config.branches.branches_per_entry  # the student's continuations of each
+        # Entries that are taken at once, and the student's continuations of each.
+        self.batch, self.branches_per_entry = self.branch_groups(config, 0)
         self.taken: dict[tuple[int, int], AnnotatedEntry] = {}  # by (step, place): rolled out, not yet observed
+
+    @classmethod
+    def branch_groups(cls, config: ml_collections.ConfigDict, failed: float) -> tuple[float, int]:
+        return config.branches.batch_threshold, config.branches.branches_per_entry
 
     def num_to_inject(self, batch_size: int) -> int:
         """A whole batch, or nothing."""

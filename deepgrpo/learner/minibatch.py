@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from deepgrpo.curriculum import pool_class
 from deepgrpo.curriculum.base import injection_count
 from deepgrpo.learner.objective import STREAMS
 
@@ -35,7 +36,7 @@ def step_rows(config: Any) -> tuple[int, int]:
     """The most (students' main, other) rows that a training step of a configuration has: every rollout has a gradient, and every
     state a teacher row."""
     batch, n, curriculum = config.data.batch_size, responses_per_prompt(config), config.curriculum
-    if curriculum.pool in ("none", "branches_inline", "branches", "suffixes"):
+    if not pool_class(curriculum.pool).by_ratio:
         return batch * n, branch_rows(config)
     states = injection_count(batch, curriculum.injection_ratio, batch)
     extra = states * (curriculum.rollout_n or n)
@@ -47,13 +48,9 @@ def branch_rows(config: Any) -> int:
     """The most branch and teacher rows of a training step. Of inline branches, whose number depends on how many responses fail, a
     mini-batch's share when all of them do and all train: more in one mini-batch cost a compilation then, less would cost memory
     always."""
-    keys, pool = config.branches, config.curriculum.pool
-    if pool == "branches_inline":
-        return config.optim.mini_batch_prompts * config.rollout.n * keys.n_branch_points * keys.branches_per_point
-    if pool == "branches":
-        return keys.sample_size_per_step * keys.branches_per_entry
-    teachers = config.objective.teacher_loss != "null"
-    return keys.batch_threshold * (keys.branches_per_entry + teachers) if pool == "suffixes" else 0
+    pool = pool_class(config.curriculum.pool)
+    groups, n = pool.branch_groups(config, config.optim.mini_batch_prompts * config.rollout.n)
+    return groups * (n + (pool.keeps_suffixes and config.objective.teacher_loss != "null"))
 
 
 def most_rows(main: int, other: int, mini_batch_rows: int) -> int:

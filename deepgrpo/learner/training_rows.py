@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import ml_collections
 
+from deepgrpo.curriculum import pool_class
 from deepgrpo.learner import rows as rows_lib
 from deepgrpo.learner.attach import Continuation, attach, join
 from deepgrpo.learner.rows import Overlong, Row
@@ -52,9 +53,9 @@ def training_rows(
       (rows, metrics of all rows before and after some leave: `critic/*`, `data/*`, lengths, `prefix_luffy/*`, `treerl/*`).
     """
     o, limit = config.objective, config.rollout.max_model_len
-    overlong = Overlong.from_config(o, limit)
+    overlong, pool = Overlong.from_config(o, limit), pool_class(config.curriculum.pool)
     every, metrics = rows_lib.rows_from_groups(groups, o.advantage, overlong), {}
-    if config.curriculum.teacher_rows and config.curriculum.pool == "forest":
+    if pool.keeps_suffixes and pool.by_ratio and config.curriculum.teacher_rows:
         every, metrics = attach(
             every,
             groups,
@@ -65,7 +66,7 @@ def training_rows(
             stop_ids=stop_ids,
             max_model_len=limit,
         )
-    elif config.curriculum.pool == "suffixes":
+    elif pool.keeps_suffixes and pool.branches:
         every, metrics = join(
             every,
             groups,

@@ -8,6 +8,7 @@ from typing import Any
 
 import ml_collections
 
+from deepgrpo.curriculum import pool_class
 from deepgrpo.curriculum.base import Curriculum
 from deepgrpo.endpoint.cache import ReplyCache
 from deepgrpo.endpoint.setup import open_client
@@ -65,7 +66,7 @@ def open_teacher(
         stop_ids=stop_ids,
         splice="tokens" if config.strict_reference else teacher.splice,
         place=config.curriculum.cut,
-        prefix_aware=config.curriculum.pool != "suffixes",  # whose failures all start from plain problems
+        prefix_aware=not pool_class(config.curriculum.pool).branches,  # then all failures start from plain problems
         seed=config.seed,
         deadline=teacher.deadline,
         strict_reference=config.strict_reference,

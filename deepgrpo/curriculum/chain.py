@@ -8,28 +8,16 @@ state before; after the prompt itself it is completed). A chain whose failures t
 import collections
 import dataclasses
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum.base import (
-    NEVER,
-    STATES,
-    Correction,
-    Curriculum,
-    Failure,
-    State,
-    check_step,
-    generator,
-    injection_metrics,
-    named,
-    own_ids,
-    tree_key,
-    weighted_sample,
-)
-from deepgrpo.curriculum.saved import Saved, saved_counts
+from deepgrpo.curriculum import base
+from deepgrpo.curriculum.base import NEVER, STATES, Correction, Curriculum, Failure, State
+from deepgrpo.curriculum.saved import Saved, fields_of, saved_counts
 from deepgrpo.types import Group, Ids, Problem
 
 LEARNING, DEEPENING, COMPLETED, ABANDONED = "learning", "deepening_requested", "completed", "abandoned"
@@ -92,38 +80,17 @@ class Chain:
         return sorted(self.nodes[-1].failed, key=lambda failed: -len(failed.response_ids))[self.tried :]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ChainRow:
-    """A chain as it is saved; its nodes are the next `num_nodes` of theirs."""
-
-    number: int
-    problem: Problem
-    created_step: int
-    last_updated_step: int
-    state: str
-    tried: int
-    transitions: list[tuple[int, str, str]]
-    num_nodes: int
+_OF_CHAIN, _OF_NODE = fields_of(Chain, "nodes", "transitions", "in_flight"), fields_of(ChainNode, "failed")
+# As they are saved: a chain's nodes are the next `num_nodes` of theirs, a node's failures the next `num_failed` of theirs.
+ChainRow = NamedTuple("ChainRow", [*_OF_CHAIN, ("transitions", list[tuple[int, str, str]]), ("num_nodes", int)])
+NodeRow = NamedTuple("NodeRow", [*_OF_NODE, ("num_failed", int)])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class NodeRow:
-    """A node as it is saved; its failures are the next `num_failed` of theirs."""
-
-    ids: Ids
-    observations: int
-    last_k_succ: int | None
-    last_k_total: int | None
-    first_observed_step: int
-    last_used_step: int
-    num_failed: int
+class QueueRow(NamedTuple):
+    chain: int  # a place in the queue: position of its chain among the chains
 
 
-@dataclasses.dataclass(frozen=True)
-class QueueRow:
-    """A place in the queue: position of its chain among the chains."""
-
-    chain: int
+_of_chain, _of_node = (operator.attrgetter(*(name for name, _ in fields)) for fields in (_OF_CHAIN, _OF_NODE))
 
 
 class ChainPool(Curriculum):
@@ -148,7 +115,7 @@ class ChainPool(Curriculum):
 
         Rollouts without a verdict count neither way; a group with too few (`Group.judged`) is left out.
         """
-        check_step(step)
+        base.check_step(step)
         judged = self.judged(groups)
         seen = dict.fromkeys(("observations_recorded", "main_failures_seen", "main_failures_enqueued"), 0)
         with self.lock:
@@ -162,17 +129,17 @@ class ChainPool(Curriculum):
                     seen["main_failures_seen"] += 1
                     seen["main_failures_enqueued"] += self.start_chain(group.prompt.problem, self._responses(group), step)
         metrics = {f"{name}_this_step": value for name, value in seen.items()}
-        return injection_metrics(groups, judged) | named("chain_pool", metrics)
+        return base.injection_metrics(groups, judged) | base.named("chain_pool", metrics)
 
     def _responses(self, group: Group) -> list[Ids]:
         return [rollout.completion.ids for rollout in self.to_teacher(group)]
 
     def start_chain(self, problem: Problem, failed: Sequence[Ids], step: int) -> bool:
         """Takes in a dataset group that failed as a whole; returns whether that started a chain. Called under the lock."""
-        key = tree_key(problem.prompt_ids)
+        key = base.tree_key(problem.prompt_ids)
         if not key or key in self.chains:
             return False
-        chain = Chain(self.counts["next_chain"], problem, step, step, nodes=[ChainNode(own_ids(problem.prompt_ids))])
+        chain = Chain(self.counts["next_chain"], problem, step, step, nodes=[ChainNode(base.own_ids(problem.prompt_ids))])
         self.counts["next_chain"] += 1
         self.chains[key] = chain
         self._request(chain, failed, step)
@@ -181,7 +148,7 @@ class ChainPool(Curriculum):
     def observe_state(self, prompt_ids: Ids, k_succ: int, k_total: int, step: int, failed: Sequence[Ids]) -> bool:
         """Takes in a group of a chain's active state; returns whether it counted (the chain is being learned). Called under the
         lock."""
-        chain = self.chains.get(tree_key(prompt_ids))
+        chain = self.chains.get(base.tree_key(prompt_ids))
         if chain is None or chain.state != LEARNING:
             return False
         node = chain.nodes[-1]
@@ -210,10 +177,10 @@ class ChainPool(Curriculum):
         """Stores the active node's failures, and has the chain wait for the teacher."""
         first = self.counts["next_event"]
         self.counts["next_event"] += len(failed)
-        chain.nodes[-1].failed = [StoredFailure(first + i, step, own_ids(ids)) for i, ids in enumerate(failed)]
+        chain.nodes[-1].failed = [StoredFailure(first + i, step, base.own_ids(ids)) for i, ids in enumerate(failed)]
         chain.tried = 0
         chain.move(DEEPENING, step)
-        self.queue.append(tree_key(chain.problem.prompt_ids))
+        self.queue.append(base.tree_key(chain.problem.prompt_ids))
         self.counts["deepening_requests"] += 1
 
     #### Rolling states out
@@ -239,15 +206,15 @@ class ChainPool(Curriculum):
         weights = np.array([self.weight(chain) for chain in learning])
         if n <= 0 or weights.sum() <= 0:
             return []
-        chosen = [learning[i] for i in weighted_sample(weights, n, random)]
+        chosen = [learning[i] for i in base.weighted_sample(weights, n, random)]
         for chain in chosen:
             chain.nodes[-1].last_used_step = step
         return chosen
 
     def sample(self, n: int, step: int) -> list[State]:
-        check_step(step)
+        base.check_step(step)
         with self.lock:
-            chains = self.draw(n, step, generator(self.seed, step, STATES))
+            chains = self.draw(n, step, base.generator(self.seed, step, STATES))
             return [State(ids=chain.nodes[-1].ids, problem=chain.problem, node=chain.number) for chain in chains]
 
     #### The teacher
@@ -285,7 +252,7 @@ class ChainPool(Curriculum):
         with self.lock:
             if (chain := self.in_flight.pop(failure.event, None)) is not None:
                 chain.in_flight = None
-                self.queue.appendleft(tree_key(chain.problem.prompt_ids))
+                self.queue.appendleft(base.tree_key(chain.problem.prompt_ids))
 
     def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
         """Takes in the teacher's answer to a dispatched failure; an empty shared prefix is none.
@@ -301,7 +268,7 @@ class ChainPool(Curriculum):
                 return self.deepen(chain, np.concatenate([failure.state_ids, correction.prefix_ids]), step)
             chain.tried += 1
             if chain.to_try():
-                self.queue.appendleft(tree_key(chain.problem.prompt_ids))
+                self.queue.appendleft(base.tree_key(chain.problem.prompt_ids))
                 return "next_failure"
             return self.deepen(chain, None, step)
 
@@ -322,7 +289,7 @@ class ChainPool(Curriculum):
             return self._give_up(chain, step, "depth")
         if len(state_ids) > self.max_state_len:
             return self._give_up(chain, step, "length")
-        chain.nodes.append(ChainNode(own_ids(state_ids)))
+        chain.nodes.append(ChainNode(base.own_ids(state_ids)))
         chain.move(LEARNING, step)
         self.counts["teacher_successes"] += 1
         return "deepened"
@@ -348,27 +315,20 @@ class ChainPool(Curriculum):
             for name, values in (("chain_len", lengths), ("depth", depths), ("aug_prompt_len", tokens)):
                 counts |= {f"avg_{name}": sum(values) / max(len(values), 1), f"max_{name}": max(values, default=0)}
             counts |= {name: self.counts[name] for name in COUNTERS} | {"deepening_queue_size": len(self.queue)}
-            return named("chain_pool", counts)
+            return base.named("chain_pool", counts)
 
     def saved(self) -> tuple[dict[str, Saved], dict[str, Any]]:
         places = {key: i for i, key in enumerate(self.chains)}
-        with_teacher = [tree_key(self.in_flight[event].problem.prompt_ids) for event in sorted(self.in_flight)]  # first again
+        with_teacher = [
+            base.tree_key(self.in_flight[event].problem.prompt_ids) for event in sorted(self.in_flight)
+        ]  # first again
         nodes = [node for chain in self.chains.values() for node in chain.nodes]
-        chains = [
-            ChainRow(
-                **{name: getattr(chain, name) for name in _CHAIN_FIELDS},
-                transitions=list(chain.transitions),
-                num_nodes=len(chain.nodes),
-            )
-            for chain in self.chains.values()
-        ]
+        chains = [(*_of_chain(chain), list(chain.transitions), len(chain.nodes)) for chain in self.chains.values()]
         return {
             "chains": Saved(chains, self.counts.copy()),
-            "chain_nodes": Saved(
-                [NodeRow(**{n: getattr(node, n) for n in _NODE_FIELDS}, num_failed=len(node.failed)) for node in nodes]
-            ),
+            "chain_nodes": Saved([(*_of_node(node), len(node.failed)) for node in nodes]),
             "chain_failures": Saved([failed for node in nodes for failed in node.failed]),
-            "chain_queue": Saved([QueueRow(places[key]) for key in (*with_teacher, *self.queue)]),
+            "chain_queue": Saved([(places[key],) for key in (*with_teacher, *self.queue)]),
         }, {}
 
     def load(self, tables: Mapping[str, Saved], fields: Mapping[str, Any]) -> None:
@@ -377,14 +337,13 @@ class ChainPool(Curriculum):
         nodes, failures = iter(tables["chain_nodes"].rows), iter(tables["chain_failures"].rows)
         self.chains = {}
         for row in tables["chains"].rows:
-            chain = Chain(**{name: getattr(row, name) for name in _CHAIN_FIELDS})
+            chain = Chain(*row[: len(_OF_CHAIN)])
             chain.transitions.extend(map(tuple, row.transitions))
             for node in itertools.islice(nodes, row.num_nodes):
-                failed = list(itertools.islice(failures, node.num_failed))
-                chain.nodes.append(ChainNode(**{name: getattr(node, name) for name in _NODE_FIELDS}, failed=failed))
+                chain.nodes.append(ChainNode(*node[:-1], failed=list(itertools.islice(failures, node.num_failed))))
             if chain.state not in (LEARNING, DEEPENING, COMPLETED, ABANDONED) or not (chain.nodes or chain.state == COMPLETED):
                 raise ValueError(f"chain {chain.number} without a state, or in the unknown state {chain.state!r}")
-            self.chains[tree_key(row.problem.prompt_ids)] = chain
+            self.chains[base.tree_key(row.problem.prompt_ids)] = chain
         keys, places = list(self.chains), [row.chain for row in tables["chain_queue"].rows]
         if len(keys) < len(tables["chains"].rows) or not all(0 <= place < len(keys) for place in places):
             raise ValueError("two chains of one prompt, or a queue of chains that there are not")
@@ -392,7 +351,3 @@ class ChainPool(Curriculum):
             raise ValueError("more nodes than the chains, or more failures than the nodes, say that they have")
         self.queue = collections.deque(keys[place] for place in places)
         self.queue += [key for key, chain in self.chains.items() if chain.state == DEEPENING and key not in set(self.queue)]
-
-
-_CHAIN_FIELDS = ("number", "problem", "created_step", "last_updated_step", "state", "tried")
-_NODE_FIELDS = ("ids", "observations", "last_k_succ", "last_k_total", "first_observed_step", "last_used_step")

@@ -11,19 +11,8 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum.base import (
-    NEVER,
-    STATES,
-    Correction,
-    State,
-    check_step,
-    generator,
-    injection_metrics,
-    named,
-    own_ids,
-    tree_key,
-    weighted_sample,
-)
+from deepgrpo.curriculum import base
+from deepgrpo.curriculum.base import NEVER, STATES, Correction, State
 from deepgrpo.curriculum.failed_pool import FailedPool, FailedRollout, QueuedCurriculum
 from deepgrpo.curriculum.saved import Saved, saved_counts
 from deepgrpo.types import Group, Ids, Problem
@@ -72,9 +61,9 @@ class FlatPool(QueuedCurriculum):
 
     def sample(self, n: int, step: int) -> list[State]:
         """Draws states; fewer than `n` where the cap on equal states leaves fewer."""
-        check_step(step)
+        base.check_step(step)
         with self.lock:
-            entries = self.draw(n, generator(self.seed, step, STATES))
+            entries = self.draw(n, base.generator(self.seed, step, STATES))
         return [State(ids=entry.state_ids, problem=entry.problem, node=entry.handle) for entry in entries]
 
     def observe(self, groups: Sequence[Group], step: int) -> dict[str, float]:
@@ -82,7 +71,7 @@ class FlatPool(QueuedCurriculum):
 
         Rollouts without a verdict count neither way; a group with too few (`Group.judged`) is left out.
         """
-        check_step(step)
+        base.check_step(step)
         judged = self.judged(groups)
         injected = [row for row in judged if row[0].prompt.injected]
         failed = [entry for group, k_succ, _ in judged if not k_succ for entry in self.failures_of(group)]
@@ -92,7 +81,7 @@ class FlatPool(QueuedCurriculum):
         metrics = {"failed_gated_to_teacher": len(failed), "recorded_entries": sum(entry is not None for entry in recorded)}
         if injected:
             metrics["escape_rate_groups"] = sum(k_succ > 0 for _, k_succ, _ in injected) / len(injected)
-        return injection_metrics(groups, judged) | named("synthetic_inject", metrics)
+        return base.injection_metrics(groups, judged) | base.named("synthetic_inject", metrics)
 
     def corrected(self, failed: FailedRollout, correction: Correction, step: int) -> FlatEntry:
         """The success rate to assume is the share of the corrected answer's tokens that the prefix has (the parent's was 0)."""
@@ -104,7 +93,7 @@ class FlatPool(QueuedCurriculum):
         """Appends a state; returns its handle."""
         handle = self.counts["next_handle"]
         self.counts["next_handle"] += 1
-        self.entries[handle] = dataclasses.replace(entry, handle=handle, state_ids=own_ids(entry.state_ids))
+        self.entries[handle] = dataclasses.replace(entry, handle=handle, state_ids=base.own_ids(entry.state_ids))
         while len(self.entries) > self.max_size:
             del self.entries[next(iter(self.entries))]
             self.counts["dropped_capacity"] += 1
@@ -132,7 +121,7 @@ class FlatPool(QueuedCurriculum):
     def _by_state(self) -> dict[bytes, list[FlatEntry]]:
         groups: dict[bytes, list[FlatEntry]] = {}
         for entry in self.entries.values():
-            groups.setdefault(tree_key(entry.state_ids), []).append(entry)
+            groups.setdefault(base.tree_key(entry.state_ids), []).append(entry)
         return groups
 
     def candidates(self, random: np.random.Generator) -> list[FlatEntry]:
@@ -153,7 +142,7 @@ class FlatPool(QueuedCurriculum):
         weights = np.array([self.weight(entry) for entry in candidates])
         if weights.sum() <= 0:
             weights = np.ones(len(candidates))
-        return [candidates[i] for i in weighted_sample(weights, n, random)]
+        return [candidates[i] for i in base.weighted_sample(weights, n, random)]
 
     def look_up(self, node: int) -> Mapping[str, Any]:
         with self.lock:
@@ -171,7 +160,7 @@ class FlatPool(QueuedCurriculum):
                 lengths = [len(entry.state_ids) for entry in entries]
                 counts |= {"avg_p_hat_tried": sum(rates) / max(len(rates), 1), "avg_aug_prompt_len": sum(lengths) / len(lengths)}
                 counts |= {"max_aug_prompt_len": max(lengths), "min_aug_prompt_len": min(lengths)}
-            return named("synthetic_pool", counts) | self.failed.metrics()
+            return base.named("synthetic_pool", counts) | self.failed.metrics()
 
     def saved(self) -> tuple[dict[str, Saved], dict[str, Any]]:
         tables, fields = super().saved()

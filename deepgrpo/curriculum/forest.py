@@ -18,20 +18,8 @@ import ml_collections
 import numpy as np
 
 from deepgrpo.config.forest_folder import vocabulary_of_model, write_vocabulary
-from deepgrpo.curriculum import forest_index, forest_state
-from deepgrpo.curriculum.base import (
-    NEVER,
-    Correction,
-    Curriculum,
-    Failure,
-    Judged,
-    State,
-    check_step,
-    injection_metrics,
-    named,
-    own_ids,
-    tree_key,
-)
+from deepgrpo.curriculum import base, forest_index, forest_state
+from deepgrpo.curriculum.base import NEVER, Correction, Curriculum, Failure, Judged, State
 from deepgrpo.curriculum.forest_index import ROLLOUT, SFT, TEACHER, Counters, Event, Index, Node, Origin, Tree, same_ids
 from deepgrpo.types import Group, Ids, Problem
 
@@ -98,7 +86,7 @@ class Forest(Curriculum):
         Rollouts without a verdict count neither as success nor as failure; a group with too few verdicts (`Group.judged`) and no
         failure is left out and counted: nothing is mastered on what is not known.
         """
-        check_step(step)
+        base.check_step(step)
         judged = self.judged(groups, failing=True)
         seen = dict.fromkeys(OF_STEP, 0)
         for group, k_succ, k_total in judged:
@@ -115,9 +103,9 @@ class Forest(Curriculum):
             seen["root_trees_created"] += counts["tree_created"]
             seen["root_nodes_deactivated"] += counts["root_deactivated"]
         seen |= {"trees_cleaned": self.cleanup(), "groups_without_verdict": len(groups) - len(judged)}
-        metrics = named("forest_pool", {f"{name}_this_step": value for name, value in seen.items()})
+        metrics = base.named("forest_pool", {f"{name}_this_step": value for name, value in seen.items()})
         metrics["forest_pool/trees_cleaned_pre_sample"] = float(self._cleaned_before_sampling)
-        return metrics | self.event_ages(step) | injection_metrics(groups, judged)
+        return metrics | self.event_ages(step) | base.injection_metrics(groups, judged)
 
     def _responses(self, group: Group) -> list[Ids]:
         return [rollout.completion.ids for rollout in self.to_teacher(group)]
@@ -129,7 +117,7 @@ class Forest(Curriculum):
         for group, k_succ, k_total in judged:
             if not group.prompt.injected:
                 problem, failed = group.prompt.problem, self._responses(group)
-                root = merged.setdefault(tree_key(problem.prompt_ids), [problem, 0, 0, []])
+                root = merged.setdefault(base.tree_key(problem.prompt_ids), [problem, 0, 0, []])
                 if failed and not root[3]:
                     root[0] = problem
                 root[1:] = root[1] + k_succ, root[2] + k_total, root[3] + failed
@@ -146,14 +134,14 @@ class Forest(Curriculum):
         seen = dict.fromkeys(SEEN, 0)
         if not len(problem.prompt_ids) or k_total <= 0:
             return seen
-        key = tree_key(problem.prompt_ids)
+        key = base.tree_key(problem.prompt_ids)
         with self.lock:
             tree = self.index.trees.get(key)
             if tree is None:
                 if not failed:
                     return seen
                 tree = Tree(key, problem, nodes=[], created_step=step, last_updated_step=step)
-                root = Node(self._new_node_id(), key, None, own_ids(problem.prompt_ids), step, origin=None)
+                root = Node(self._new_node_id(), key, None, base.own_ids(problem.prompt_ids), step, origin=None)
                 self.index.add_tree(tree, root)
                 seen["tree_created"] = 1
             self._observe(tree, tree.nodes[0], k_succ, k_total, step, failed, seen)
@@ -210,7 +198,7 @@ class Forest(Curriculum):
         if self._full(tree):
             counters.dropped_capacity += len(failed)
             return
-        index.add_failures(node, [(step, first + i, node.id, own_ids(ids)) for i, ids in enumerate(failed)])
+        index.add_failures(node, [(step, first + i, node.id, base.own_ids(ids)) for i, ids in enumerate(failed)])
         # Loops, not ifs: a forest restored under tighter bounds holds more than one event too many.
         while bounds.max_events_per_parent and len(node.waiting) > bounds.max_events_per_parent:
             index.discard(node.waiting[0])
@@ -235,7 +223,7 @@ class Forest(Curriculum):
 
     def sample(self, n: int, step: int) -> list[State]:
         """Removes exhausted trees, then returns at most `n` states, one of a tree."""
-        check_step(step)
+        base.check_step(step)
         self._cleaned_before_sampling = self.cleanup()
         return self.sample_rollout(n, step)
 
@@ -325,8 +313,8 @@ class Forest(Curriculum):
         """
         state_ids, origin = None, None
         if correction is not None:  # what cannot be taken in raises here, while the event is still known
-            state_ids = own_ids(np.concatenate([failure.state_ids, correction.prefix_ids]))
-            suffixes = (own_ids(() if ids is None else ids) for ids in (correction.failed_suffix_ids, correction.suffix_ids))
+            state_ids = base.own_ids(np.concatenate([failure.state_ids, correction.prefix_ids]))
+            suffixes = (base.own_ids(() if ids is None else ids) for ids in (correction.failed_suffix_ids, correction.suffix_ids))
             origin = Origin(failure.event, failure.step, failure.response_ids, *suffixes, correction.reward)
         with self.lock:
             event = self.index.events.get(failure.event)
@@ -451,7 +439,7 @@ class Forest(Curriculum):
     def find(self, prompt_ids: Sequence[int], state_ids: Sequence[int]) -> int | None:
         """Returns the handle of a state of a prompt's tree, or None."""
         with self.lock:
-            tree = self.index.trees.get(tree_key(np.asarray(prompt_ids, np.int32)))
+            tree = self.index.trees.get(base.tree_key(np.asarray(prompt_ids, np.int32)))
             nodes = [] if tree is None else tree.nodes
             return next((node.id for node in nodes if same_ids(node.ids, np.asarray(state_ids, np.int32))), None)
 

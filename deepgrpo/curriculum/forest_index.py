@@ -22,6 +22,7 @@ MAX_CHILDREN, MAX_LINEAGE = 8, 32  # that dumps show of a node
 DEEPEST = 5  # depth from which on metrics count states together
 PERCENTILES = (50, 90)
 ROLLOUT, SFT, TEACHER = range(3)  # the orders
+DERIVED = ("in_flight", "busy", "dispatchable", "places")  # fields of a tree that follow from others
 
 
 @dataclasses.dataclass
@@ -318,56 +319,38 @@ def metrics(index: Index, counters: Counters) -> dict[str, float]:
         observed[kind] += node.observations > 0
         succeeded[kind] += (node.last_k_succ or 0) > 0
     candidates = depths.total()
-    values = {
-        "forest/num_trees": trees,
-        "forest/num_nodes": nodes,
-        "forest/active_nodes": active,
-        "forest/active_nonroot_nodes": candidates,
-        "forest/teacher_suffix_nodes": nodes - trees,  # every node but a root has a teacher suffix
-        "forest/deactivated_nodes": nodes - active,
+    values = {  # each by all its published names
+        "forest/num_trees forest_pool/trees forest_pool/num_trees": trees,
+        "forest/num_nodes forest_pool/total_nodes": nodes,
+        "forest/active_nodes forest_pool/active_nodes": active,
+        "forest/active_nonroot_nodes sft/eligible_nodes forest_pool/suffix_sft_candidate_nodes": candidates,
+        "forest/teacher_suffix_nodes forest_pool/suffix_sft_nodes": nodes - trees,  # all but the roots have a teacher suffix
+        "forest/deactivated_nodes forest_pool/rollout_retired_nodes": nodes - active,
         "forest/nodes_refused": c.nodes_refused,
         "teacher/events_queued": len(index.waiting),
         "teacher/events_dispatchable": index.num_dispatchable,
         "teacher/events_in_flight": len(index.in_flight),
-        "teacher/events_dispatched": c.dispatched,
-        "teacher/events_succeeded": c.succeeded,
-        "teacher/events_duplicate_dropped": c.duplicate,
-        "teacher/events_invalid": c.invalid,
+        "teacher/events_dispatched forest_pool/events_dispatched": c.dispatched,
+        "teacher/events_succeeded forest_pool/teacher_successes": c.succeeded,
+        "teacher/events_duplicate_dropped forest_pool/duplicate_child": c.duplicate,
+        "teacher/events_invalid forest_pool/invalid_child": c.invalid,
         "teacher/events_stale_parent_inactive": c.stale_parent_inactive,
-        "teacher/events_failed": c.failed,
-        "teacher/events_stale": c.stale,
-        "teacher/events_cleared": c.cleared,
+        "teacher/events_failed forest_pool/teacher_failed": c.failed,
+        "teacher/events_stale forest_pool/teacher_stale": c.stale,
+        "teacher/events_cleared forest_pool/teacher_cleared": c.cleared,
         "teacher/events_dropped_capacity": c.dropped_capacity,
-        "sft/eligible_trees": len(index.orders[SFT]),
-        "sft/eligible_nodes": candidates,
-        "sft/sampled_nodes": c.sft_sampled,
-        "sft/recorded_node_updates": updates,
+        "sft/eligible_trees forest_pool/active_trees": len(index.orders[SFT]),
+        "sft/sampled_nodes forest_pool/suffix_sft_sampled_cumulative": c.sft_sampled,
+        "sft/recorded_node_updates forest_pool/suffix_sft_updates_total": updates,
         "sft/optimizer_steps": 0,  # the training loop overwrites it
         "root_any_success_rate": succeeded[0] / max(observed[0], 1),
         "prefix_any_success_rate": succeeded[1] / max(observed[1], 1),
-        "forest_pool/trees": trees,
-        "forest_pool/num_trees": trees,
-        "forest_pool/active_trees": len(index.orders[ROLLOUT]),
-        "forest_pool/active_nodes": active,
-        "forest_pool/total_nodes": nodes,
         "forest_pool/observed_root_nodes": observed[0],
         "forest_pool/observed_nonroot_nodes": observed[1],
         "forest_pool/pending_events": len(index.events),
-        "forest_pool/suffix_sft_nodes": nodes - trees,
-        "forest_pool/suffix_sft_candidate_nodes": candidates,
-        "forest_pool/suffix_sft_updates_total": updates,
-        "forest_pool/suffix_sft_sampled_cumulative": c.sft_sampled,
-        "forest_pool/rollout_retired_nodes": nodes - active,
         "forest_pool/events_enqueued": c.enqueued,
-        "forest_pool/events_dispatched": c.dispatched,
-        "forest_pool/teacher_successes": c.succeeded,
-        "forest_pool/teacher_failed": c.failed,
-        "forest_pool/teacher_stale": c.stale,
-        "forest_pool/teacher_cleared": c.cleared,
-        "forest_pool/duplicate_child": c.duplicate,
-        "forest_pool/invalid_child": c.invalid,
     }
-    return values | _history(index, c, +depths)
+    return {name: value for names, value in values.items() for name in names.split()} | _history(index, c, +depths)
 
 
 def _history(index: Index, c: Counters, depths: collections.Counter[int]) -> dict[str, float]:

@@ -15,63 +15,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepgrpo.curriculum.base import tree_key
-from deepgrpo.curriculum.forest_index import Counters, Event, Node, Origin, Tree
-from deepgrpo.curriculum.saved import Saved, read_header, read_saved, write_header, write_saved
-from deepgrpo.types import Ids, Problem, as_ids
+from deepgrpo.curriculum.forest_index import DERIVED, Counters, Event, Node, Origin, Tree
+from deepgrpo.curriculum.saved import Saved, fields_of, read_header, read_saved, write_header, write_saved
+from deepgrpo.types import Ids, as_ids
 
 POOL, VERSION = "forest", 2
 NO_IDS = as_ids([])
 NO_ORIGIN = Origin(-1, -1, NO_IDS, NO_IDS, NO_IDS, None)  # of a root
 
 
-class TreeRow(NamedTuple):
-    """The fields of `Tree` that nothing else implies."""
-
-    problem: Problem
-    created_step: int
-    last_updated_step: int
-    rollout_clock: int
-    dispatch_clock: int
-    dispatch_tick: int
-    sft_clock: int
-    mastered: int
-    before_succ: int
-    before_total: int
-    after_succ: int
-    after_total: int
-    num_nodes: int
-
-
-class NodeRow(NamedTuple):
-    """The fields of `Node` that nothing else implies, and those of its `Origin`."""
-
-    id: int
-    parent: int | None
-    ids: Ids
-    created_step: int
-    active: bool
-    observations: int
-    last_k_succ: int | None
-    last_k_total: int | None
-    rollout_clock: int
-    dispatch_clock: int
-    dispatch_tick: int
-    sft_clock: int
-    last_success_step: int
-    last_fail_step: int
-    sft_updates: int
-    mastered_in_a_row: int
-    event: int
-    event_step: int
-    response_ids: Ids
-    failed_suffix_ids: Ids
-    suffix_ids: Ids
-    reward: float | None
+OF_TREE = fields_of(Tree, "key", "nodes", *DERIVED)  # what nothing else implies
+OF_NODE = fields_of(Node, "tree", "origin", "depth", "waiting")
+TreeRow = NamedTuple("TreeRow", [*OF_TREE, ("num_nodes", int)])
+NodeRow = NamedTuple("NodeRow", [*OF_NODE, *Origin.__annotations__.items()])
 
 
 class EventRow(NamedTuple):
-    """An `Event`."""
-
     step: int
     id: int
     node: int
@@ -79,8 +38,7 @@ class EventRow(NamedTuple):
 
 
 RECORDS = {"trees": TreeRow, "nodes": NodeRow, "events": EventRow}
-TREE_FIELDS = TreeRow._fields[:-1]  # shared with Tree
-NODE_FIELDS = NodeRow._fields[: -len(Origin._fields)]  # shared with Node
+TREE_FIELDS, NODE_FIELDS = ([name for name, _ in fields] for fields in (OF_TREE, OF_NODE))
 _of_tree, _of_node = operator.attrgetter(*TREE_FIELDS), operator.attrgetter(*NODE_FIELDS)
 
 
@@ -146,10 +104,7 @@ def forest(saved: Mapping[str, Saved], fields: Mapping[str, Any]) -> SavedForest
 def _node(row: NodeRow) -> Node:
     """The node, still without its tree."""
     origin = None if row.parent is None else Origin(*row[len(NODE_FIELDS) :])
-    node = Node(row.id, b"", row.parent, row.ids, row.created_step, origin)
-    for name in NODE_FIELDS[4:]:
-        setattr(node, name, getattr(row, name))
-    return node
+    return Node(tree=b"", origin=origin, **dict(zip(NODE_FIELDS, row, strict=False)))
 
 
 def _tree(row: TreeRow, nodes: list[Node]) -> Tree:

@@ -93,6 +93,11 @@ class Saved:
     numbers: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
+def fields_of(record: type, *left_out: str) -> list[tuple[str, Any]]:
+    """The (name, type) of the fields of a dataclass, for a named tuple in which it is saved."""
+    return [(field.name, field.type) for field in dataclasses.fields(record) if field.name not in left_out]
+
+
 def write_saved(folder: str, name: str, record: type, saved: Saved) -> None:
     """Writes both files; `record` is the class of the rows, which may be plain tuples if it is a named tuple.
 

@@ -7,11 +7,13 @@ deleted variables, hangs on towers of powers, free rewards for empty keys, and s
 deadline. They concern mathematics and GSM8K; `config.strict_reference` is another switch and does not turn them on.
 """
 
-import functools
+import contextlib
 import itertools
 import os.path
 import re
 from collections.abc import Callable, Sequence
+
+from pylatexenc import latex2text
 
 from deepgrpo.rewards import sympy_reader
 from deepgrpo.rewards.answer import Answer
@@ -86,19 +88,18 @@ def _respelled(text: str) -> str:
 _MEASURES = "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard".split()
 _SYMBOLS = {"\u221a": "sqrt", "\u03c0": "pi", "\u221e": "inf", "\u222a": "U", "\u00b7": "*", "\u00d7": "*"}
 _BRACKETS = "()[]"
+_LATEX = latex2text.LatexNodes2Text()
 
 
 def same_algebra(answer: str, key: str) -> bool:
     """Stage B compares both as plain text, and then element by element whether sympy simplifies the difference to zero."""
     key, answer = plain(key), plain(answer)
-    if key == answer:
-        return True
-    if not answer:
-        return False
     expected, given = _elements(key), _elements(answer)
+    if key == answer or not answer or len(expected) != len(given):
+        return key == answer
     if len(expected) > 1 and (key[0], key[-1]) != (answer[0], answer[-1]):
         return False
-    return len(expected) == len(given) and all(_same_element(e, g) for e, g in zip(expected, given, strict=True))
+    return all(map(_same_element, expected, given))
 
 
 def plain(text: str) -> str:
@@ -117,33 +118,15 @@ def plain(text: str) -> str:
     if (number := _whole(text)) is not None:
         text = str(number)  # Python's parser takes 52_8 for 528
     if "\\" in text:
-        try:
-            text = _latex_as_text(text)
-        except ModuleNotFoundError:
-            raise
-        except Exception:  # whatever pylatexenc raises, the reference goes on with the LaTeX
-            pass
+        with contextlib.suppress(Exception):  # whatever pylatexenc raises, the reference goes on with the LaTeX
+            text = _LATEX.latex_to_text(re.sub(r"\\[td]?frac", r" \\frac", text))
+            for symbol, name in _SYMBOLS.items():
+                text = text.replace(symbol, name)
+            text = text.strip()
     text = re.sub("- *", "-", text)
     text = re.sub("([0-9]) +([0-9])", r"\1+\2", text)  # mixed numbers, and 10 080
     text = text.replace(" ", "").replace("{", "").replace("}", "").lower()
     return text if _whole(_without_commas(text)) is None else str(int(float(text.replace(",", ""))))
-
-
-def _latex_as_text(text: str) -> str:
-    text = text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
-    text = _reader().latex_to_text(text)
-    for symbol, name in _SYMBOLS.items():
-        text = text.replace(symbol, name)
-    return text.strip()
-
-
-@functools.cache
-def _reader():
-    try:
-        from pylatexenc import latex2text
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("rewards.grader=compat_* reads LaTeX with pylatexenc: pip install pylatexenc") from error
-    return latex2text.LatexNodes2Text()
 
 
 def _whole(text: str) -> int | None:

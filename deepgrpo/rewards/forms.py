@@ -81,7 +81,7 @@ MATRIX = "\\begin"
 _TOKEN = re.compile(
     rf"\\begin\{{\w+\*?\}}|\\end\{{\w+\*?\}}|\\[A-Za-z]+|\\.|{TEXT_OPEN}[^{TEXT_CLOSE}]*{TEXT_CLOSE}|<=|>=|.", re.DOTALL
 )
-_OPENING, _CLOSING = {"(", "[", "{", "\\{", "\\begin"}, {")", "]", "}", "\\}", "\\end"}
+_DEEPER = dict.fromkeys(("(", "[", "{", "\\{", "\\begin"), 1) | dict.fromkeys((")", "]", "}", "\\}", "\\end"), -1)
 _JOINS = re.compile(r"(\b(?:and|or)\b|(?<!\d),|,(?!\d))")
 _TEXT_RUN = re.compile(f"{TEXT_OPEN}([^{TEXT_CLOSE}]*){TEXT_CLOSE}")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
@@ -244,20 +244,16 @@ def plain_words(text: str) -> str:
 
 def split(text: str, is_separator: Callable[[str], bool]) -> tuple[list[str], list[str]]:
     """Returns the parts of `text` between its separators outside all brackets, and the separators."""
-    parts, separators, depth, current = [], [], 0, []
+    parts, separators, depth = [[]], [], 0
     for token in _TOKEN.findall(text):
         bracket = token.split("{")[0] if token.startswith(("\\begin", "\\end")) else token
-        if bracket in _OPENING:
-            depth += 1
-        elif bracket in _CLOSING:
-            depth = max(0, depth - 1)
+        depth = max(0, depth + _DEEPER.get(bracket, 0))
         if depth == 0 and is_separator(token):
-            parts.append("".join(current))
             separators.append(token)
-            current = []
+            parts.append([])
         else:
-            current.append(token)
-    return [*parts, "".join(current)], separators
+            parts[-1].append(token)
+    return ["".join(part) for part in parts], separators
 
 
 def _is_separator(token: str) -> bool:

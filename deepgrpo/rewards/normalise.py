@@ -169,10 +169,8 @@ class Amount:
     def percent(self) -> bool:
         return self.unit == "percent"
 
-    def times(self, factor: Fraction, unit: str | None = None) -> "Amount":
-        return dataclasses.replace(
-            self, value=self.value * factor, quantum=self.quantum * factor, unit=self.unit if unit is None else unit
-        )
+    def times(self, factor: Fraction, unit: str = "") -> "Amount":
+        return dataclasses.replace(self, value=self.value * factor, quantum=self.quantum * factor, unit=unit or self.unit)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -186,22 +184,20 @@ def amount(text: str, accounting: bool = False) -> Amount | None:
     match = _AMOUNT.fullmatch(_COUNTS.get(folded, folded)) if len(folded) <= MAX_AMOUNT else None
     if match is None or not (match["digits"] or match["decimals"]) or (match["sign"] and match["minus"]):
         return None
-    if bool(match["open"]) != bool(match["close"]):
+    part = match.groupdict(default="")
+    digits, decimals, scale = re.sub("[, ]", "", part["digits"]), part["decimals"], part["scale"]
+    if bool(part["open"]) != bool(part["close"]) or re.match("0.", digits) and not decimals:  # 007 is a name
         return None
-    digits, decimals = re.sub("[, ]", "", match["digits"] or ""), match["decimals"] or ""
-    if len(digits) > 1 and digits[0] == "0" and not decimals:  # 007 is a name
+    units = {_unit(part["unit"]), _NAMES.get(part["money"].replace(" ", ""), "")}
+    if len(scale) == 1 and not part["money"]:
+        units, scale = units | {_NAMES.get(scale, scale)}, ""  # 5 m are meters, $5m are millions
+    if None in units or len(units - {""}) > 1:
         return None
-    unit, scale, suffix = _unit(match["unit"] or ""), match["scale"] or "", ""
-    if len(scale) == 1 and not match["money"]:
-        scale, suffix = "", _NAMES.get(scale, scale)  # 5 m are meters, $5m are millions
-    money = _NAMES.get((match["money"] or "").replace(" ", ""), "")
-    if unit is None or sum(map(bool, {unit, suffix, money} - {""})) > 1:
-        return None
-    power = Fraction(10) ** (int(match["exponent"] or 0) + _SCALES.get(scale, 0)) / int(match["below"] or 1)
+    unit = max(units)
+    power = Fraction(10) ** (int(part["exponent"] or 0) + _SCALES.get(scale, 0)) / int(part["below"] or 1)
     value = Fraction((digits or "0") + decimals) * power
-    negative = "-" in (match["sign"] or "") + (match["minus"] or "") + ("-" if accounting and match["open"] else "")
+    negative = "-" in part["sign"] + part["minus"] or accounting and part["open"]
     quantum = power / 10 ** max(0, len(decimals) - 1)
-    unit = unit or suffix or money
     return Amount(-value if negative else value, quantum, bool(decimals) or unit == "percent", _SCALES.get(scale, 0), unit)
 
 

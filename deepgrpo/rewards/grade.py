@@ -17,15 +17,14 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
-from deepgrpo.rewards import answer as marks
 from deepgrpo.rewards import latex, verdict, weighted
-from deepgrpo.rewards.answer import Answer, canonical
+from deepgrpo.rewards.answer import BOX, DECLARED, HASHES, TAG, Answer, canonical, tagged_answers, whole, worst
 from deepgrpo.rewards.rubric import DEFAULT, Rubric, resolve
 from deepgrpo.types import Grade
 
 __all__ = ["GRADERS", "STEP_CHECKING", "Answer", "Grader", "Rubric", "check_sources", "grade", "leaks_answer", "rubric_of"]
 
-BOXED = f"{marks.BOX}|{marks.TAG}|{marks.HASHES}|{marks.DECLARED}"
+BOXED = f"{BOX}|{TAG}|{HASHES}|{DECLARED}"
 ANY = f"{BOXED}|\\banswer\\s*:"
 
 
@@ -68,9 +67,9 @@ GRADERS: dict[str, Grader] = {
         ("finqa", "hybridqa", "ottqa", "multihiertt", "wikitq", "reasoning-table"),
         Grader("deepgrpo.rewards.tables:grade"),
     ),
-    "DABench": Grader("deepgrpo.rewards.tables:grade_named", f"{marks.TAG}|@\\w+\\["),
-    **dict.fromkeys(("datatask", "research", "dabstep_research", "dabstep", "DSBench_data_analysis"), Grader("", marks.TAG)),
-    "DSBench_data_modeling": Grader("", marks.TAG),
+    "DABench": Grader("deepgrpo.rewards.tables:grade_named", f"{TAG}|@\\w+\\["),
+    **dict.fromkeys(("datatask", "research", "dabstep_research", "dabstep", "DSBench_data_analysis"), Grader("", TAG)),
+    "DSBench_data_modeling": Grader("", TAG),
     "ds1000": Grader("", r"```|<\s*code\b"),
     "carry_chain": Grader("deepgrpo.rewards.steps:grade_carry_chain", "####", checks_steps=True),
     "arithmetic": Grader("deepgrpo.rewards.steps:grade_sum", "####", checks_steps=True),
@@ -195,10 +194,10 @@ def _task_grade(answer: Answer, rubric: Rubric) -> Grade:
     if rubric.grader != "typed" and grader.family:
         return _compatible(answer, grader, rubric)
     if grader.family and rubric.extract != "default":
-        return _extracted(marks.whole(answer), grader, rubric.extract)
+        return _extracted(whole(answer), grader, rubric.extract)
     path = rubric.own_graders().get(answer.data_source)
     if path is None:
-        return resolve(grader.path)(answer if grader.checks_steps else marks.whole(answer))
+        return resolve(grader.path)(answer if grader.checks_steps else whole(answer))
     result = verdict.called(path, resolve(path), answer)
     if isinstance(result, Grade):
         return result
@@ -222,12 +221,12 @@ def _extracted(answer: Answer, grader: Grader, extract: str) -> Grade:
 
     if extract == "mark":
         return gsm8k.grade(answer, only_mark=True) if grader.family == "number" else resolve(grader.path)(answer)
-    stated = marks.tagged_answers(answer, lenient=extract == "answer_tag_lenient")
+    stated = tagged_answers(answer, lenient=extract == "answer_tag_lenient")
     if grader.family == "number":
         grades = [gsm8k.grade(dataclasses.replace(answer, response=text)) for text in stated]
     else:
         grades = [math.verdict(answer, latex.last_boxes(text) if "\\boxed" in text else [text]) for text in stated]
-    return marks.worst(grades)
+    return worst(grades)
 
 
 def user_functions(source: str, rubric: Rubric) -> list[str]:

@@ -143,18 +143,13 @@ def get_config() -> ml_collections.ConfigDict:
     config.judge.temperatures = (0.0, 0.3, 0.7)  # of its requests, in turn
     config.judge.attempts = 3  # replies asked for a mark, each at the next temperature, until one can be parsed
     config.judge.timeout = 600.0  # seconds a request
-    config.judge.deadline = 1800.0  # seconds a mark, retries and waiting included; past it there is no verdict
     config.judge.max_tokens = 8192  # reply limit; 0: none is sent (the reference), but 8192 under a budget
-    config.judge.max_characters = 100000  # of each text that a judge is shown; longer ones lose their middle; 0: no limit
     config.judge.max_concurrent = 32  # requests in flight
-    config.judge.cache = True  # keep every reply in <run>/judge; equal questions are asked once
     config.judge.replay = ""  # folder of an earlier run's replies; a request that is not in it is an error
     config.judge.token_budget = 0  # prompt plus completion tokens; 0: no budget; once spent there are no verdicts
     config.judge.money_budget = 0.0  # in the currency of the prices; 0: no budget
     config.judge.prompt_price = 0.0  # money a million prompt tokens
     config.judge.completion_price = 0.0  # money a million completion tokens
-    config.judge.breaker_failures = 8  # transport failures in a row that open the circuit breaker
-    config.judge.breaker_seconds = 30.0  # until an open breaker lets one request try again
 
     config.sandbox = section()  # for data sources that run code of the model's (ds1000, DSBench_data_modeling, agents)
     config.sandbox.allow_network = False  # True: run it even where it cannot be isolated, as the trainer's user, with the network
@@ -205,23 +200,17 @@ def get_config() -> ml_collections.ConfigDict:
     config.teacher.temperatures = (0.3, 0.7)  # of a failure's replies, in turn
     config.teacher.attempts = 2  # replies asked for a failure until one is verified (strict_reference: until one is parsed)
     config.teacher.timeout = 1800.0  # seconds a request
-    config.teacher.deadline = 3600.0  # seconds a correction, retries and waiting included
     config.teacher.max_tokens = 0  # reply limit; 0: none is sent (the reference), but one from max_model_len under a budget
-    config.teacher.stop_timeout = 30.0  # seconds that running corrections get at the end; what is left goes back to the pool
     config.teacher.max_concurrent = 32  # corrections in flight
     config.teacher.synchronous = False  # True: each step waits for its failures' corrections (deterministic)
-    config.teacher.splice = "text"  # where student and teacher part: text (characters decide) | tokens (strict_reference: always)
     config.teacher.min_prefix_match_tokens = 10  # shorter shared prefixes are rejected
     config.teacher.min_prefix_match_ratio = 0.05  # of the student's response
     config.teacher.min_suffix_len = 100  # tokens the teacher must add after the prefix
-    config.teacher.cache = True  # keep every reply in <run>/teacher, so that the run can be replayed without an endpoint
     config.teacher.replay = ""  # folder of an earlier run's replies; a request that is not in it is an error
     config.teacher.token_budget = 0  # prompt plus completion tokens; 0: no budget
     config.teacher.money_budget = 0.0  # in the currency of the prices; 0: no budget
     config.teacher.prompt_price = 0.0  # money a million prompt tokens
     config.teacher.completion_price = 0.0  # money a million completion tokens
-    config.teacher.breaker_failures = 8  # transport failures in a row that open the circuit breaker
-    config.teacher.breaker_seconds = 30.0  # until an open breaker lets one request try again
 
     config.objective = section()
     config.objective.advantage = "group_mean"  # r - mean(group) | grpo_std: over the group's deviation | rloo: r - mean(others)

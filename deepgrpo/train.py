@@ -30,6 +30,7 @@ from deepgrpo.config import flags
 from deepgrpo.curriculum import suffix_sft
 from deepgrpo.data import dataset as dataset_lib
 from deepgrpo.data import tokenizer as tokenizer_lib
+from deepgrpo.endpoint.client import DEADLINE_SLACK
 from deepgrpo.learner import distributed, nonfinite, sharding
 from deepgrpo.learner.attach import find_continuations
 from deepgrpo.learner.learner import Learner, PendingUpdate
@@ -172,7 +173,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     loop = watch.timed(LOOPS[config.loop](config))
     if teacher:  # only now: it takes work at once
         teacher.start()
-        stack.callback(teacher.stop, config.teacher.stop_timeout)
+        stack.callback(teacher.stop)
     rollout = config.rollout
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop_ids, rollout.max_model_len)
     engine, publish = open_engine(
@@ -293,7 +294,10 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
             metrics = curriculum.observe(groups, step)
             if teacher:
                 with timer("teacher_wait"):
-                    teacher.drain(step, config.teacher.deadline) if config.teacher.synchronous else teacher.notify()
+                    if config.teacher.synchronous:
+                        teacher.drain(step, config.teacher.timeout + DEADLINE_SLACK)
+                    else:
+                        teacher.notify()
                 teacher.raise_if_failed()
 
             ########################################################################################################

@@ -15,6 +15,7 @@ import pytest
 
 from deepgrpo import config as config_lib
 from deepgrpo import train
+from deepgrpo.endpoint import breaker
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.teacher.oracle import MODEL, Oracle
@@ -144,6 +145,8 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 240.0) -> No
 def test_teacher_down_training_goes_on(student, tmp_path, monkeypatch):
     """The endpoint dies for good after the first step: GRPO continues, the outage shows, waiting failures stay."""
     monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
+    monkeypatch.setattr(breaker, "FAILURES", 1)
+    monkeypatch.setattr(breaker, "SECONDS", 600.0)
     with Oracle("carry_chain") as oracle:
 
         def kill_after_the_first_step():
@@ -160,8 +163,6 @@ def test_teacher_down_training_goes_on(student, tmp_path, monkeypatch):
             tmp_path,
             teacher__base_url=oracle.base_url,
             teacher__model=MODEL,
-            teacher__breaker_failures=1,
-            teacher__breaker_seconds=600,
         )
         killer.join(timeout=60)
     assert records[-1]["step"] == STEPS

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 
 CLOSED, HALF_OPEN, OPEN = "closed", "half_open", "open"
+FAILURES = 8  # in a row, which open a breaker
+SECONDS = 30.0  # until an open breaker lets one request try again
 LEVELS = {CLOSED: 0.0, HALF_OPEN: 0.5, OPEN: 1.0}  # how a state reads in metrics
 
 
@@ -13,11 +15,8 @@ class CircuitBreaker:
     A caller that `acquire` lets through owes exactly one of `success`, `failure` and `abandon`.
     """
 
-    def __init__(self, failures: int, seconds: float, clock: Callable[[], float] = time.monotonic):
-        """`failures` in a row (>= 1) open it; `clock` counts in seconds."""
-        if failures < 1 or seconds < 0:
-            raise ValueError(f"a breaker needs failures >= 1 and seconds >= 0, got {failures} and {seconds}")
-        self.failures, self.seconds, self._clock = failures, seconds, clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.failures, self.seconds, self._clock = FAILURES, SECONDS, clock
         self._in_a_row = 0
         self._opened_at: float | None = None
         self._probing = False

@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import NamedTuple
 
+import ml_collections
+
 
 class Cost(NamedTuple):
     """Tokens of prompts and of completions."""
@@ -17,10 +19,10 @@ class Budget:
     What is spent and reserved stays within the limits, but for one request that is alone in flight.
     """
 
-    def __init__(self, counts: Counter, tokens: int, money: float, prompt_price: float, completion_price: float):
-        """counts: shared with the client. tokens, money: the limits, 0 for none. Prices: of a million tokens."""
-        self._counts, self._tokens, self._money = counts, tokens, money
-        self._prices = Cost(prompt_price / 1e6, completion_price / 1e6)
+    def __init__(self, counts: Counter, section: ml_collections.ConfigDict):
+        """counts: shared with the client. section: of the endpoint; its limits are 0 for none, its prices of a million tokens."""
+        self._counts, self._tokens, self._money = counts, section.token_budget, section.money_budget
+        self._prices = Cost(section.prompt_price / 1e6, section.completion_price / 1e6)
         self._reserved: list[Cost] = []
         self._dearest = 0  # completion tokens of the longest reply so far
 

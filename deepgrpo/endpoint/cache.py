@@ -183,8 +183,8 @@ class ReplyCache:
         """
         if self.entries < state["entries"]:
             raise ValueError(
-                f"{self._log.path} holds {self.entries} replies, the checkpoint knew {state['entries']}: put the file back, or "
-                "resume with teacher.cache=False"
+                f"{self._log.path} holds {self.entries} replies, the checkpoint knew {state['entries']}: put the file back, "
+                "or start a new run"
             )
         self._charged = {key for key, place in self._log.places.items() if place.index < state["entries"]}
 

@@ -9,8 +9,8 @@ import ml_collections
 
 from deepgrpo.config.errors import Finding
 from deepgrpo.config.secrets import redact
+from deepgrpo.endpoint.client import open_client
 from deepgrpo.endpoint.errors import EndpointError, Unavailable, remedy
-from deepgrpo.endpoint.setup import open_client
 
 SECONDS = 3.5  # for all of it, of which the endpoints get less by LAST_WORD
 LAST_WORD = 0.5

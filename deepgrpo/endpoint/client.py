@@ -21,8 +21,10 @@ import os
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
+
+import ml_collections
 
 from deepgrpo.endpoint import breaker as breakers
 from deepgrpo.endpoint import reply as replies
@@ -33,9 +35,15 @@ from deepgrpo.endpoint.health import Health
 from deepgrpo.endpoint.reply import Payload
 
 BACKOFF_BASE, BACKOFF_CAP, BACKOFF_JITTER = 0.5, 8.0, 0.2  # seconds
+RETRIES = 6  # times a failed request is sent again, at the same temperature, before the caller is told
+DEADLINE_SLACK = 1800.0  # seconds that retries and waiting may add to the time-out of one request
 PERCENTILES = (50, 90, 99)
 LATENCIES_KEPT = 1024  # newest replies that the latency percentiles are over
 CHECK = "Reply with the single word: yes"  # the question of the check at the start
+
+TRUE, FALSE, UNSET = {"1", "true", "yes", "y", "on"}, {"0", "false", "no", "n", "off"}, {"", "null", "none", "unset"}
+JUDGE_ROOM = 8192  # tokens of a judge's reply
+TEACHER_ROOM, THINKING_ROOM = 4, 32  # times the student's context: an account of the mistake and the solution; thoughts, too
 
 Transport = Callable[[Mapping[str, Any], float], Awaitable[str]]  # (request, timeout) -> body; raises Unavailable or Refused
 
@@ -55,62 +63,42 @@ class Client:
 
     def __init__(
         self,
+        name: str,
+        section: ml_collections.ConfigDict,
         *,
-        base_url: str,
-        model: str,
-        api_key_env: str,
-        temperatures: Sequence[float],
-        attempts: int = 0,
-        timeout: float = 1800.0,
-        deadline: float = 3600.0,
-        max_tokens: int = 0,
-        max_concurrent: int = 32,
-        token_budget: int = 0,
-        money_budget: float = 0.0,
-        prompt_price: float = 0.0,
-        completion_price: float = 0.0,
-        breaker_failures: int = 8,
-        breaker_seconds: float = 30.0,
-        retries: int = 6,
-        extra_body: Mapping[str, Any] | None = None,
+        room: int = 0,
         cache: ReplyCache | None = None,
         strict_reference: bool = False,
-        seed: int = 0,
-        name: str = "teacher",
-        room: int = 0,
         transport: Transport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Keywords up to `breaker_seconds` are the keys of `config.teacher` (0 budgets: none; prices a million tokens).
-
+        """
         Args:
-          attempts: replies asked for one question, at the next temperature each (after the last, the first); 0: one at each.
-          retries: times a failed request is sent again before the caller is told (at the same temperature).
-          extra_body: sent along with every request; see `extra_body`.
+          name: of the section, and first part of the metric names.
+          section: teacher or judge of the configuration; its `attempts` are replies asked for one question, at the next of its
+            `temperatures` each (after the last, the first); 0: one at each.
+          room: tokens that a reply is limited to where there is a budget and `max_tokens` is 0.
           cache: replies are looked up in it and kept in it.
           strict_reference: every failure moves on to the next temperature, after a pause that follows the last one too.
-          seed: of the back-off's jitter (it changes when something is sent, never what).
-          name: first part of the metric names, and the section of the configuration.
-          room: tokens that a reply is limited to where there is a budget and `max_tokens` is 0.
           transport, sleep, clock: what reaches the wire and the time; tests bring their own.
         """
-        if not temperatures or attempts < 0:
-            raise ValueError(f"need a temperature and attempts >= 0, got {tuple(temperatures)} and {attempts}")
-        self._base_url, self._model, self._api_key_env = base_url, model, api_key_env
-        self._schedule = [temperatures[i % len(temperatures)] for i in range(attempts or len(temperatures))]
-        limited = bool(token_budget or money_budget) and not strict_reference
-        self._timeout, self._deadline, self._max_tokens = timeout, deadline, max_tokens or (room if limited else 0)
-        self._max_concurrent, self._retries, self._strict = max_concurrent, 0 if strict_reference else retries, strict_reference
-        self._extra_body = dict(extra_body) if extra_body else None
-        self._breaker = breakers.CircuitBreaker(breaker_failures, breaker_seconds, clock)
-        self.health = Health(self._breaker, name, base_url, model, api_key_env)
-        self._cache, self._name = cache, name
+        self._section, self._name = section, name
+        schedule = section.temperatures
+        self._schedule = [schedule[i % len(schedule)] for i in range(section.attempts or len(schedule))]
+        limited = bool(section.token_budget or section.money_budget) and not strict_reference
+        self.deadline, self.retries = section.timeout + DEADLINE_SLACK, 0 if strict_reference else RETRIES
+        self._max_tokens = section.max_tokens or (room if limited else 0)
+        self._strict = strict_reference
+        self.extra_body = extra_body(section.enable_thinking)
+        self._breaker = breakers.CircuitBreaker(clock)
+        self.health = Health(self._breaker, name, section.base_url, section.model, section.api_key_env)
+        self._cache = cache
         self._transport, self._sleep, self._clock = transport, sleep, clock
-        self._jitter = random.Random(seed)
+        self._jitter = random.Random(name)
         self._lock = threading.Lock()  # counters are read by the training thread
         self._counts: collections.Counter[str] = collections.Counter()
-        self._budget = Budget(self._counts, token_budget, money_budget, prompt_price, completion_price)
+        self._budget = Budget(self._counts, section)
         self._latencies: collections.deque[float] = collections.deque(maxlen=LATENCIES_KEPT)
         self._in_flight = 0
         self._quiet_until = -math.inf  # the endpoint asked for a longer silence than a question may wait
@@ -132,7 +120,7 @@ class Client:
           ReplayMiss: replaying a run that never asked this.
         """
         self._bind()
-        deadline_at = self._clock() + self._deadline
+        deadline_at = self._clock() + self.deadline
         text, lacks, whole = "", "", False
         for attempt, temperature in enumerate(self._schedule):
             request = self._request(prompt, temperature)
@@ -166,7 +154,7 @@ class Client:
         Raises:
           Unavailable: as far as is known, all questions may fare alike.
         """
-        error = self.health.say(Unavailable(lacks, f"{self._base_url}: {WITHOUT_ANSWER[lacks]}", retryable=False))
+        error = self.health.say(Unavailable(lacks, f"{self._section.base_url}: {WITHOUT_ANSWER[lacks]}", retryable=False))
         if not self.health.blames(prompt):
             raise error
         if lacks == "filtered":
@@ -184,7 +172,7 @@ class Client:
                     body = await self._transport(asked, seconds)
                     payload, _ = replies.read(body, asked)
                     if payload.get("lacks") == "filtered":
-                        raise Unavailable("filtered", f"{self._base_url}: {WITHOUT_ANSWER['filtered']} {CHECK!r}")
+                        raise Unavailable("filtered", f"{self._section.base_url}: {WITHOUT_ANSWER['filtered']} {CHECK!r}")
                     return
                 except Refused as error:
                     if "token" not in str(error) or asked is request:
@@ -200,7 +188,7 @@ class Client:
         except EndpointError as error:
             return error
         except TimeoutError:
-            return Unavailable("timeout", f"{self._base_url}: no reply to a request for one token within {seconds:g} s")
+            return Unavailable("timeout", f"{self._section.base_url}: no reply to a request for one token within {seconds:g} s")
         return None
 
     async def served(self, seconds: float) -> list[str] | None:
@@ -222,20 +210,20 @@ class Client:
         """Makes what belongs to an event loop in the running one: a restarted worker brings a new loop."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._slots, self._flights = loop, asyncio.Semaphore(self._max_concurrent), {}
+            self._loop, self._slots, self._flights = loop, asyncio.Semaphore(self._section.max_concurrent), {}
             self._freed = asyncio.Event()
         if self._transport is None:
             from deepgrpo.endpoint.transport import OpenAITransport  # here: importing the SDK takes half a second
 
             # vLLM asks for no key, the SDK insists on one.
-            self._transport = OpenAITransport(self._base_url, os.environ.get(self._api_key_env) or "EMPTY")
+            self._transport = OpenAITransport(self._section.base_url, os.environ.get(self._section.api_key_env) or "EMPTY")
 
     def _request(self, prompt: str, temperature: float) -> dict[str, Any]:
-        request = {"model": self._model, "messages": [{"role": "user", "content": prompt}], "temperature": temperature}
+        request = {"model": self._section.model, "messages": [{"role": "user", "content": prompt}], "temperature": temperature}
         if self._max_tokens:
             request["max_tokens"] = self._max_tokens
-        if self._extra_body:
-            request["extra_body"] = self._extra_body
+        if self.extra_body:
+            request["extra_body"] = self.extra_body
         return request
 
     #### One reply: cache, budget, retries
@@ -276,11 +264,11 @@ class Client:
                 flight.set_result(None)
 
     async def _fetch(self, request: Mapping[str, Any], deadline_at: float) -> Payload:
-        for tries in range(1, self._retries + 2):
+        for tries in range(1, self.retries + 2):
             try:
                 return await self._send(request, deadline_at)
             except Unavailable as error:
-                if not error.retryable or tries > self._retries:
+                if not error.retryable or tries > self.retries:
                     raise
                 pause = self._backoff(tries) if error.retry_after is None else error.retry_after
                 if pause >= self._remaining(deadline_at):
@@ -297,15 +285,15 @@ class Client:
             async with asyncio.timeout(self._remaining(deadline_at)):
                 await self._slots.acquire()
         except TimeoutError as error:
-            raise self._too_late(f"waited for one of {self._max_concurrent} request slots") from error
+            raise self._too_late(f"waited for one of {self._section.max_concurrent} request slots") from error
         try:
             reserved = await self._reserve(request, deadline_at)
             try:
                 if not self._breaker.acquire():
                     self._count("breaker_refusals")
-                    what = f"{self._base_url}: circuit breaker is {self._breaker.state}"
+                    what = f"{self._section.base_url}: circuit breaker is {self._breaker.state}"
                     raise Unavailable("breaker_open", what, retryable=False)
-                return await self._measured(request, min(self._timeout, self._remaining(deadline_at)))
+                return await self._measured(request, min(self._section.timeout, self._remaining(deadline_at)))
             finally:
                 self._budget.release(reserved)
                 self._freed.set()
@@ -372,12 +360,12 @@ class Client:
         for what in odd:
             self._count(what)
             if what in ODD:
-                self.health.say_once(what, f"{self._base_url}: {ODD[what]}")
+                self.health.say_once(what, f"{self._section.base_url}: {ODD[what]}")
         return payload
 
     def _junk(self, error: Exception, body: str) -> Unavailable:
         what = f"not a chat completion ({type(error).__name__}: {str(error)[:200]}): {body[:200]!r}"
-        return Unavailable("junk", f"{self._base_url}: {what}")
+        return Unavailable("junk", f"{self._section.base_url}: {what}")
 
     def _backoff(self, k: int) -> float:
         """Seconds before the next try, after the k-th failure (k >= 1): min(cap, base * 2^(k-1)) + U(0, jitter)."""
@@ -392,7 +380,7 @@ class Client:
     def _too_late(self, what: str) -> Unavailable:
         self._count("deadlines")
         return Unavailable(
-            "deadline", f"{self._base_url}: no reply within the deadline of {self._deadline:g} s; {what}", retryable=False
+            "deadline", f"{self._section.base_url}: no reply within the deadline of {self.deadline:g} s; {what}", retryable=False
         )
 
     #### Cost
@@ -418,7 +406,7 @@ class Client:
         """Questions that may be asked now: none while the breaker is open or the budget spent, one to probe a half-open one."""
         if not self._breaker.ready() or self._budget.spent() or self._clock() < self._quiet_until:
             return 0
-        return self._max_concurrent if self._breaker.state == breakers.CLOSED else 1
+        return self._section.max_concurrent if self._breaker.state == breakers.CLOSED else 1
 
     def retry_in(self) -> float:
         """Seconds until `capacity` may rise from 0; inf once the budget is spent."""
@@ -475,3 +463,35 @@ COUNTERS = (
     *("http_access", "http_refused", "http_no_usage", "http_many_choices", "http_cut", "http_filtered", "http_empty"),
     *("http_lost_prompt_tokens", "http_lost_completion_tokens"),
 )
+
+
+def open_client(config: ml_collections.ConfigDict, name: str, cache: ReplyCache | None = None) -> Client:
+    """The client of the section `name`, teacher or judge: the same one for the check at the start and for the run."""
+    room = JUDGE_ROOM
+    if name == "teacher":
+        thinks = config.teacher.enable_thinking.strip().lower() not in FALSE
+        room = config.rollout.max_model_len * (THINKING_ROOM if thinks else TEACHER_ROOM)
+    return Client(name, config[name], room=room, cache=cache, strict_reference=config.strict_reference and name == "teacher")
+
+
+def extra_body(enable_thinking: str, chat_template_kwargs: str = "") -> dict[str, Any] | None:
+    """The `extra_body` that switches a served model's thinking.
+
+    Args:
+      enable_thinking: true | false (and their usual synonyms, any case) or unset ("", null, none).
+      chat_template_kwargs: JSON object sent instead, if set.
+
+    Raises:
+      ValueError: neither a boolean nor unset, or not a JSON object.
+    """
+    if chat_template_kwargs.strip().lower() not in UNSET:
+        kwargs = json.loads(chat_template_kwargs)
+        if not isinstance(kwargs, dict):
+            raise ValueError(f"chat_template_kwargs must be a JSON object, got {chat_template_kwargs!r}")
+        return {"chat_template_kwargs": kwargs}
+    word = enable_thinking.strip().lower()
+    if word in UNSET:
+        return None
+    if word not in TRUE | FALSE:
+        raise ValueError(f"enable_thinking must be true, false or unset, got {enable_thinking!r}")
+    return {"chat_template_kwargs": {"enable_thinking": word in TRUE}}

@@ -17,11 +17,11 @@ from typing import Any
 import ml_collections
 
 from deepgrpo.endpoint.cache import ReplyCache
-from deepgrpo.endpoint.client import Client
+from deepgrpo.endpoint.client import Client, open_client
 from deepgrpo.endpoint.errors import EndpointError
-from deepgrpo.endpoint.setup import open_client
 from deepgrpo.rewards.judge_prompts import render
 
+MAX_CHARACTERS = 100_000  # of each text that a judge is shown; longer ones lose their middle
 REPORT_QUALITY = ("task_fulfillment", "richness", "soundness", "visualization", "readability")
 REPORT_SOUNDNESS = {  # weights
     **dict.fromkeys(("faithfulness", "instruction_answering", "analytical_depth", "process_coherence"), 2.0),
@@ -151,7 +151,7 @@ def _weighted(reply: str, weights: Mapping[str, float]) -> float:
 class Judge:
     """Asks the judges at one endpoint. Used from one event loop at a time; `metrics` from any thread."""
 
-    def __init__(self, client: Client, max_characters: int = 0):
+    def __init__(self, client: Client, max_characters: int = MAX_CHARACTERS):
         """max_characters: of each text that a judge is shown; 0: no limit."""
         self._client, self._max_characters = client, max_characters
         self._lock = threading.Lock()
@@ -216,6 +216,6 @@ def open_judge(config: ml_collections.ConfigDict, stack: contextlib.ExitStack, f
             "the data needs a judge and judge.base_url is empty: name an OpenAI-compatible endpoint with --config.judge.base_url "
             "and its model with --config.judge.model, or leave the data sources that need one out"
         )
-    cache = stack.enter_context(contextlib.closing(ReplyCache(folder, judge.replay))) if judge.cache or judge.replay else None
+    cache = stack.enter_context(contextlib.closing(ReplyCache(folder, judge.replay)))
     client = open_client(config, "judge", cache)
-    return Judge(client, judge.max_characters)
+    return Judge(client)

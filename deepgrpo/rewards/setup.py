@@ -24,21 +24,24 @@ def open_grading(config, stack: contextlib.ExitStack, sources: Collection[str], 
     check_sources(sources, rubric)
     external, deadline = None, 0.0
     if outside := external_sources(sources, rubric):
+        from deepgrpo.endpoint.client import DEADLINE_SLACK
         from deepgrpo.rewards import dsbench  # these bring the endpoint's client
         from deepgrpo.rewards import external as external_lib
         from deepgrpo.rewards.judges import open_judge
 
         judged = outside & external_lib.JUDGED.keys() - external_lib.NO_JUDGE_NEEDED
+        judge_deadline = MARKS_AN_ANSWER * (config.judge.timeout + DEADLINE_SLACK)
+        judge_deadline = MARKS_AN_ANSWER * (config.judge.timeout + DEADLINE_SLACK)
         external = external_lib.ExternalGrading(
             outside,
             judge=open_judge(config, stack, folder) if judged else None,
             max_concurrent=config.sandbox.max_concurrent,
             seconds=config.sandbox.seconds,
             allow_network=config.sandbox.allow_network,
-            judge_deadline=MARKS_AN_ANSWER * config.judge.deadline,
+            judge_deadline=judge_deadline,
             strict=rewards.grader != "typed",
         )
         stack.enter_context(external)
-        deadline = max([MARKS_AN_ANSWER * config.judge.deadline] * bool(judged) + [config.sandbox.seconds, dsbench.SECONDS])
+        deadline = max(judge_deadline * bool(judged), config.sandbox.seconds, dsbench.SECONDS)
     service = GradingService(rewards.workers, rewards.deadline, sources, rubric, rewards.waiting_workers, external, deadline)
     return stack.enter_context(service)

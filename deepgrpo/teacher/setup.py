@@ -11,7 +11,7 @@ import ml_collections
 from deepgrpo.curriculum import pool_class
 from deepgrpo.curriculum.base import Curriculum
 from deepgrpo.endpoint.cache import ReplyCache
-from deepgrpo.endpoint.setup import open_client
+from deepgrpo.endpoint.client import open_client
 from deepgrpo.rewards.answer_form import missing_form
 from deepgrpo.rewards.grade import leaks_answer
 from deepgrpo.rewards.rubric import Rubric
@@ -37,18 +37,16 @@ def open_teacher(
       config: the whole configuration. tokenizer: an instance that nothing else uses. folder: of the replies' cache.
     """
     teacher = config.teacher
-    base_url = model = ""
     if teacher.base_url == "oracle":  # also when replaying, where nobody asks it: a request's key must stay the same
         served = stack.enter_context(
             oracle.Oracle(
                 teacher.oracle, solutions=teacher.oracle_solutions, error_rate=teacher.oracle_error_rate, seed=config.seed
             )
         )
-        base_url, model = served.base_url, oracle.MODEL
-    cache = (
-        stack.enter_context(contextlib.closing(ReplyCache(folder, teacher.replay))) if teacher.cache or teacher.replay else None
-    )
-    client = open_client(config, "teacher", cache, base_url, model)
+        config = config.copy_and_resolve_references()
+        config.teacher.base_url, config.teacher.model = served.base_url, oracle.MODEL
+    cache = stack.enter_context(contextlib.closing(ReplyCache(folder, teacher.replay)))
+    client = open_client(config, "teacher", cache)
     annotator = Annotator(
         client=client,
         grader=grader,
@@ -64,11 +62,11 @@ def open_teacher(
         ),
         threshold=config.rewards.threshold,
         stop_ids=stop_ids,
-        splice="tokens" if config.strict_reference else teacher.splice,
+        splice="tokens" if config.strict_reference else "text",
         place=config.curriculum.cut,
         prefix_aware=not pool_class(config.curriculum.pool).branches,  # then all failures start from plain problems
         seed=config.seed,
-        deadline=teacher.deadline,
+        deadline=client.deadline,
         strict_reference=config.strict_reference,
     )
     return TeacherWorker(
@@ -76,7 +74,5 @@ def open_teacher(
         annotator,
         max_concurrent=teacher.max_concurrent,
         synchronous=teacher.synchronous,
-        patience=teacher.breaker_failures,
-        outage=teacher.breaker_seconds,
         strict_reference=config.strict_reference,
     )

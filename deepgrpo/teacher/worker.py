@@ -20,9 +20,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from deepgrpo.curriculum.base import Curriculum, Failure
+from deepgrpo.endpoint.breaker import FAILURES, SECONDS
 from deepgrpo.endpoint.cache import ReplayMiss
 from deepgrpo.teacher.annotate import Outcome
 
+STOP_SECONDS = 30.0  # that running corrections get at the end; what is left goes back to the pool
 log = logging.getLogger(__name__)
 
 EVERYTHING = 1 << 30  # more failures than a pool holds
@@ -64,8 +66,8 @@ class TeacherWorker:
         *,
         max_concurrent: int,
         synchronous: bool = False,
-        patience: int = 8,
-        outage: float = 30.0,
+        patience: int = FAILURES,
+        outage: float = SECONDS,
         pause: float = 1.0,
         strict_reference: bool = False,
     ):
@@ -74,7 +76,7 @@ class TeacherWorker:
           max_concurrent: corrections in flight, at most.
           synchronous: work only inside `drain`.
           patience: failures deferred in a row after which nothing is asked for `outage` seconds, then one failure as a probe: the
-            rule of the client's circuit breaker (teacher.breaker_failures, teacher.breaker_seconds).
+            rule of the client's circuit breaker.
           pause: seconds (synchronous: 1 step, whatever is given) that a failure is held back after its first deferral; it doubles
             with each further one. Also of the pause after a crash of the thread, up to `outage`.
           strict_reference: a crash of an annotation or of its report counts as a rejection; calls of retired states go on.
@@ -121,7 +123,7 @@ class TeacherWorker:
             with contextlib.suppress(RuntimeError):  # that loop has just ended; the next one looks for work first
                 loop.call_soon_threadsafe(wake.set)
 
-    def stop(self, timeout: float) -> bool:
+    def stop(self, timeout: float = STOP_SECONDS) -> bool:
         """Takes no more work, lets running corrections finish for most of `timeout` seconds, puts the rest back into the pool.
 
         Returns:
@@ -393,7 +395,7 @@ class TeacherWorker:
             self._outage_said = True
             log.warning(
                 "%d failures in a row brought no answer of teacher or grader (the last one: %s). They stay in the queue; "
-                "%s is tried again (teacher.breaker_failures, teacher.breaker_seconds)",
+                "%s is tried again",
                 *(len(self._unanswered), reason),
                 "in the next step some" if self._synchronous else f"every {self._outage:g} s one",
             )

@@ -47,7 +47,6 @@ def message(*overrides) -> str:
             ["teacher.oracle", "its own questions"],
         ),
         (["--config.teacher.replay=/nowhere"], ["teacher.replay", "does not exist"]),
-        (["--config.teacher.deadline=1"], ["teacher.deadline", "teacher.timeout"]),
         (["--config.learner.mesh=2,-1,-1"], ["learner.mesh"]),
         (["--config.learner.coordinator=host"], ["learner.coordinator", "HOST:PORT"]),
         (["--config.learner.num_processes=2"], ["learner.coordinator=HOST:PORT", "rollout.engine=vllm", "weights.folder"]),

@@ -5,12 +5,27 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from configs import common
 from deepgrpo.endpoint.client import Client
 
 
 def completion(text: str | None, prompt_tokens: int = 10, completion_tokens: int = 5) -> str:
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
     return json.dumps({"choices": [{"message": {"content": text}}], "usage": usage})
+
+
+def client(base_url: str, name: str = "teacher", **settings: Any) -> Client:
+    """settings: keys of the section, arguments of the client, and what constants decide elsewhere."""
+    section = common.get_config().teacher
+    section.update(base_url=base_url, model="m", api_key_env="NO_KEY", attempts=0, enable_thinking="unset")
+    section.update({key: settings.pop(key) for key in list(settings) if key in section})
+    decided = {
+        key: settings.pop(key) for key in list(settings) if key in ("extra_body", "retries", "deadline", "failures", "seconds")
+    }
+    made = Client(name, section, **settings)
+    for key, value in decided.items():
+        setattr(made if hasattr(made, key) else made.health.breaker, key, value)
+    return made
 
 
 class Scripted:
@@ -37,13 +52,7 @@ class Scripted:
         await asyncio.sleep(0)
 
     def client(self, **settings: Any) -> Client:
-        settings = {
-            "base_url": "http://scripted/v1",
-            "model": "m",
-            "api_key_env": "NO_KEY",
-            "temperatures": (0.3, 0.7),
-        } | settings
-        return Client(transport=self, sleep=self.sleep, clock=lambda: self.now, **settings)
+        return client("http://scripted/v1", transport=self, sleep=self.sleep, clock=lambda: self.now, **settings)
 
 
 def ok(text: str) -> str:

@@ -5,9 +5,8 @@ import math
 
 import pytest
 
-from deepgrpo.endpoint.client import BACKOFF_JITTER
+from deepgrpo.endpoint.client import BACKOFF_JITTER, extra_body
 from deepgrpo.endpoint.errors import Refused, Unavailable
-from deepgrpo.endpoint.setup import extra_body
 from tests.endpoint.scripted import Scripted, completion, ok, run
 from tests.teacher.scenarios import teacher_cases
 
@@ -111,7 +110,7 @@ def test_replies_without_usage_still_count():
 
 def test_breaker_opens_probes_and_closes():
     scripted = Scripted([DOWN])
-    client = scripted.client(breaker_failures=3, breaker_seconds=30.0, retries=0)
+    client = scripted.client(failures=3, seconds=30.0, retries=0)
     for _ in range(3):
         run(lambda: client.ask("q", ok))
     assert client.metrics()["teacher/breaker_state"] == 1.0 and client.capacity() == 0
@@ -132,7 +131,7 @@ def test_breaker_opens_probes_and_closes():
 
 def test_rate_limits_do_not_open_the_breaker():
     scripted = Scripted([Unavailable("rate_limit", "", retry_after=1.0)])
-    client = scripted.client(breaker_failures=2)
+    client = scripted.client(failures=2)
     run(lambda: client.ask("q", ok))
     assert client.metrics()["teacher/breaker_state"] == 0.0
 

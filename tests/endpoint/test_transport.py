@@ -7,12 +7,11 @@ import time
 
 import pytest
 
-from deepgrpo.endpoint.client import Client
 from deepgrpo.endpoint.errors import Unavailable
 from deepgrpo.endpoint.transport import LONGEST_WAIT, retry_after
 from deepgrpo.teacher.oracle import Oracle
 from deepgrpo.teacher.prompts import parse_solution, prefix_aware_prompt
-from tests.endpoint.scripted import run
+from tests.endpoint.scripted import client, run
 
 TIMEOUT = 4.0  # seconds: half-open connections wait it out, and no healthy reply takes as long, also under load
 
@@ -23,7 +22,7 @@ async def soon(seconds: float) -> None:
 
 def client_of(oracle, **settings):
     settings = {"temperatures": (0.3, 0.7), "timeout": TIMEOUT, "sleep": soon} | settings
-    return Client(base_url=oracle.base_url, model="oracle", api_key_env="NO_KEY", **settings)
+    return client(oracle.base_url, **settings)
 
 
 def ask(client, question="2 + 3 = ?"):
@@ -42,7 +41,7 @@ def test_fault_programme():
     script = [draw.choices(["429", "500", "half_open", "truncated", ""], [30, 10, 5, 5, 50])[0] for _ in range(1000)]
     threads = threading.active_count()
     with Oracle("arithmetic", faults=script.__getitem__) as oracle:
-        client = client_of(oracle, max_concurrent=8, breaker_failures=20, retries=20)
+        client = client_of(oracle, max_concurrent=8, failures=20, retries=20)
         results = asyncio.run(asked_and_closed(client, 60))
         assert [r.parsed for r in results] == [f"{i} + 3 = {i + 3}\n#### {i + 3}" for i in range(60)]
         seen = script[: oracle.requests]
@@ -90,7 +89,7 @@ def test_permanent_failures_are_not_retried():
 def test_absent_endpoint_opens_the_breaker_and_its_return_closes_it():
     with Oracle("arithmetic") as oracle:
         port, url = int(oracle.base_url.split(":")[2].split("/")[0]), oracle.base_url
-    client = client_of(oracle, breaker_failures=3, breaker_seconds=0.05)
+    client = client_of(oracle, failures=3, seconds=0.05)
     [error] = run(lambda: ask(client))
     assert isinstance(error, Unavailable) and url in str(error) and client.metrics()["teacher/breaker_opened"] == 1
     with Oracle("arithmetic", port=port):

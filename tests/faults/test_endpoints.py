@@ -12,7 +12,8 @@ from configs import carry_chain as experiment
 from deepgrpo.curriculum import create
 from deepgrpo.data import carry_chain, dataset
 from deepgrpo.data.tokenizer import load_tokenizer
-from deepgrpo.endpoint import setup, transport
+from deepgrpo.endpoint import breaker, transport
+from deepgrpo.endpoint import client as client_lib
 from deepgrpo.endpoint.client import Client
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.rewards.grade import grade
@@ -61,7 +62,6 @@ class Loop:
             "base_url": endpoint.base_url,
             "model": MODEL,
             "timeout": 60.0,
-            "breaker_seconds": 0.01,
             "max_concurrent": 8,
         } | teacher
         config.teacher.update(keys)
@@ -90,7 +90,10 @@ class Loop:
         """The endpoint works again: drains until nothing waits."""
         self.endpoint.behave = right
         client = self.worker._annotator._client
-        client._quiet_until, client._timeout = 0.0, 60.0  # the hour that was asked for has passed, and a busy host has time
+        client._quiet_until, client._section.timeout = (
+            0.0,
+            60.0,
+        )  # the hour that was asked for has passed, and a busy host has time
         for _ in range(200):
             if (metrics := self.drain())["teacher_worker/total_attempted"] == PROBLEMS * SAMPLES:
                 break
@@ -100,7 +103,8 @@ class Loop:
 
 @pytest.fixture
 def loop(failed, tmp_path, monkeypatch):
-    monkeypatch.setattr(setup, "Client", functools.partial(Client, sleep=soon))
+    monkeypatch.setattr(client_lib, "Client", functools.partial(Client, sleep=soon))
+    monkeypatch.setattr(breaker, "SECONDS", 0.01)
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the machine's proxy is not for its own traffic
     with contextlib.ExitStack() as stack:

@@ -9,7 +9,7 @@ import ml_collections
 import pytest
 
 from configs import common
-from deepgrpo.endpoint import setup
+from deepgrpo.endpoint import client as client_lib
 from deepgrpo.endpoint.client import Client
 from deepgrpo.rewards import external, judges
 from deepgrpo.rewards.answer import Answer
@@ -26,14 +26,14 @@ async def soon(seconds: float) -> None:
 @pytest.fixture
 def graded(tmp_path, monkeypatch):
     """Grades four answers with the judge of a configuration whose endpoint behaves so; returns the grades and the metrics."""
-    monkeypatch.setattr(setup, "Client", functools.partial(Client, sleep=soon))
+    monkeypatch.setattr(client_lib, "Client", functools.partial(Client, sleep=soon))
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
 
     def grades(behave: Behaviour, **keys):
         config = common.get_config()
         with Endpoint(behave) as endpoint, contextlib.ExitStack() as stack:
             config.judge.update(ml_collections.ConfigDict({"base_url": endpoint.base_url, "model": "m", **keys}))
-            judge = judges.open_judge(config, stack, tmp_path)
+            judge = judges.open_judge(config, stack, tmp_path / str(len(list(tmp_path.iterdir()))))
             with external.ExternalGrading(["datatask"], judge=judge) as grading:
                 answers = [Answer("datatask", f"What is {i}?", "", WORTH, "stop", "42", {}) for i in range(4)]
                 return [future.result(60) for future in [grading.submit(answer) for answer in answers]], grading.metrics()
@@ -59,7 +59,7 @@ def test_a_fault_of_all_requests_is_no_verdict_and_is_said_once(graded, caplog, 
 def test_a_verdict_is_what_a_whole_reply_says(graded, text, reward):
     message = {"role": "assistant", "content": text}
     assert [grade.reward for grade in graded(choice(message=message))[0]] == [reward] * 4
-    cut, _ = graded(choice(message=message, finish_reason="length"), cache=False)
+    cut, _ = graded(choice(message=message, finish_reason="length"))
     assert [grade.reward for grade in cut] == [None] * 4
 
 

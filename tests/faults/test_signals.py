@@ -160,7 +160,7 @@ def test_while_the_teacher_waits(student, tmp_path):
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    keys = {"teacher__base_url": url, "teacher__model": "teacher", "teacher__deadline": 600, "teacher__timeout": 600}
+    keys = {"teacher__base_url": url, "teacher__model": "teacher", "teacher__timeout": 600}
     environment = {"OPENAI_API_KEY": "EMPTY"}
     process = start(tmp_path, subprocess.PIPE, environment=environment, **keys)
     try:

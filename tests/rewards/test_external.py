@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from deepgrpo.endpoint.cache import ReplyCache
-from deepgrpo.endpoint.client import Client
 from deepgrpo.rewards import external, judges
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.types import Grade
+from tests.endpoint.scripted import client
 from tests.rewards.judge_server import JudgeServer
 
 
@@ -20,9 +20,8 @@ async def soon(seconds: float) -> None:
 
 
 def judge_at(server, **settings):
-    settings = {"temperatures": (0.0, 0.3), "timeout": 0.5, "deadline": 20.0, "sleep": soon, "breaker_failures": 50} | settings
-    client = Client(base_url=server.base_url, model="m", api_key_env="NO_KEY", name="judge", **settings)
-    return judges.Judge(client)
+    settings = {"temperatures": (0.0, 0.3), "timeout": 0.5, "deadline": 20.0, "sleep": soon, "failures": 50} | settings
+    return judges.Judge(client(server.base_url, "judge", **settings), max_characters=0)
 
 
 def say(prompt: str) -> str:

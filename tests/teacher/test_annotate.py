@@ -5,13 +5,12 @@ import collections
 
 import pytest
 
-from deepgrpo.endpoint.client import Client
 from deepgrpo.endpoint.errors import Refused, Unavailable
 from deepgrpo.teacher.annotate import ACCEPTED, Annotator
 from deepgrpo.teacher.oracle import Oracle
 from deepgrpo.teacher.splice import Limits
 from deepgrpo.types import Grade
-from tests.endpoint.scripted import Scripted, completion
+from tests.endpoint.scripted import Scripted, client, completion
 from tests.teacher.fakes import InstantGrader, NumberCodec, failure
 from tests.teacher.scenarios import teacher_cases
 from tests.teacher.tokenizers_for_tests import byte_level_codec
@@ -77,8 +76,7 @@ def written(text, locked=""):
 def test_the_whole_answer_is_verified_and_the_cut_is_the_students():
     grader = InstantGrader(RIGHT)
     with Oracle("arithmetic") as oracle:
-        client = Client(base_url=oracle.base_url, model="oracle", api_key_env="NO_KEY", temperatures=(0.3,))
-        annotator = made(client, grader)
+        annotator = made(client(oracle.base_url, temperatures=(0.3,)), grader)
         failed = failure(response=CODEC.encode(" 38 = 95\n#### 95"), locked=CODEC.encode("47 +"), question="47 + 38 = ?", step=2)
         outcome = annotate(annotator, failed)
     assert outcome.reason == ACCEPTED and outcome.queue_age == 3

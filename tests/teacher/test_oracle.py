@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from deepgrpo.data import carry_chain
 from deepgrpo.endpoint.cache import ReplyCache
-from deepgrpo.endpoint.client import Client
 from deepgrpo.teacher import rules
 from deepgrpo.teacher.annotate import Annotator
 from deepgrpo.teacher.oracle import MODEL, Oracle
@@ -20,6 +19,7 @@ from deepgrpo.teacher.splice import Codec, Limits
 from deepgrpo.teacher.worker import TeacherWorker
 from deepgrpo.types import Grade, Problem, as_ids
 from tests.curriculum import made
+from tests.endpoint.scripted import client
 
 SUM = "47 + 38 + 25 = ?"
 RIGHT = "47 + 38 = 85\n85 + 25 = 110\n#### 110"
@@ -90,16 +90,10 @@ def corrected_forest(tmp_path, name, base_url, replay="", seed=0):
     folder = tmp_path / "tokenizer"
     carry_chain.build_tokenizer(folder)
     codec = Codec(AutoTokenizer.from_pretrained(folder))
-    client = Client(
-        base_url=base_url,
-        model=MODEL,
-        api_key_env="NO_KEY",
-        temperatures=(0.3, 0.7),
-        cache=ReplyCache(tmp_path / name, replay=replay),
-    )
+    asks = client(base_url, model=MODEL, cache=ReplyCache(tmp_path / name, replay=replay))
     limits = Limits(min_prefix_match_tokens=1, min_prefix_match_ratio=0.0, min_suffix_len=1, max_model_len=200)
     annotator = Annotator(
-        client=client,
+        client=asks,
         grader=SolutionGrader(),
         codec=codec,
         leaks=lambda source, text: "####" in text,

@@ -11,10 +11,8 @@ from deepgrpo.data.tokenizer import load_tokenizer
 from deepgrpo.teacher import setup
 
 
-@pytest.mark.parametrize(
-    "strict, splice, expected", [(False, "text", "text"), (False, "tokens", "tokens"), (True, "text", "tokens")]
-)
-def test_strict_reference_cuts_on_tokens(tmp_path, monkeypatch, strict, splice, expected):
+@pytest.mark.parametrize("strict, expected", [(False, "text"), (True, "tokens")])
+def test_strict_reference_cuts_on_tokens(tmp_path, monkeypatch, strict, expected):
     made = {}
 
     class Recorded(setup.Annotator):
@@ -25,7 +23,7 @@ def test_strict_reference_cuts_on_tokens(tmp_path, monkeypatch, strict, splice, 
     monkeypatch.setattr(setup, "Annotator", Recorded)
     build_tokenizer(tmp_path / "tokenizer")
     config = carry_chain.get_config()
-    config.strict_reference, config.teacher.splice = strict, splice
+    config.strict_reference = strict
     with contextlib.ExitStack() as stack:
         setup.open_teacher(
             config,

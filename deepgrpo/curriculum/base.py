@@ -42,13 +42,13 @@ class State:
 class Failure:
     """One failed rollout on its way to the teacher.
 
-    event: the curriculum's handle, handed back to `resolve`.
+    failure_id: the curriculum's handle, handed back to `resolve`.
     state_ids: int32[len], the state that the rollout started from (prompt and locked prefix).
     response_ids: int32[len], what the student sampled.
     step: the step that produced it.
     """
 
-    event: Any
+    failure_id: Any
     problem: Problem
     state_ids: Ids
     response_ids: Ids
@@ -140,11 +140,11 @@ class Curriculum:
 
     def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
         """Takes in the teacher's result (None: no usable correction); returns the outcome's name."""
-        raise ValueError(f"failure {failure.event} is not of this curriculum: it sends nothing to the teacher")
+        raise ValueError(f"failure {failure.failure_id} is not of this curriculum: it sends nothing to the teacher")
 
     def requeue(self, failure: Failure) -> None:
         """Puts a dispatched failure back, dispatchable again: nothing was learned about it. Unknown ones are ignored."""
-        raise ValueError(f"failure {failure.event} is not of this curriculum: it sends nothing to the teacher")
+        raise ValueError(f"failure {failure.failure_id} is not of this curriculum: it sends nothing to the teacher")
 
     def rest(self, failure: Failure) -> None:
         """Notes that nobody works on a failure in flight for now, so that it does not keep others of its state waiting."""

@@ -250,7 +250,7 @@ class ChainPool(Curriculum):
     def requeue(self, failure: Failure) -> None:
         """Puts a failure in flight back: its chain is the next one served."""
         with self.lock:
-            if (chain := self.in_flight.pop(failure.event, None)) is not None:
+            if (chain := self.in_flight.pop(failure.failure_id, None)) is not None:
                 chain.in_flight = None
                 self.queue.appendleft(base.tree_key(chain.problem.prompt_ids))
 
@@ -260,7 +260,7 @@ class ChainPool(Curriculum):
         Returns "stale" (not in flight), "next_failure" (the chain's next one is tried at once), or as `deepen` does.
         """
         with self.lock:
-            chain = self.in_flight.pop(failure.event, None)
+            chain = self.in_flight.pop(failure.failure_id, None)
             if chain is None:
                 return "stale"
             chain.in_flight = None

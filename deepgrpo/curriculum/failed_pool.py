@@ -241,10 +241,10 @@ class QueuedCurriculum(Curriculum):
     def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
         """Returns "added", "failed" (no correction: the failure is forgotten) or "stale" (the failure is not in flight)."""
         with self.lock:
-            if (failed := self.failed.in_flight.get(failure.event)) is None:
+            if (failed := self.failed.in_flight.get(failure.failure_id)) is None:
                 return "stale"
             entry = None if correction is None else self.corrected(failed, correction, step)
-            self.failed.settle(failure.event)
+            self.failed.settle(failure.failure_id)
             if entry is None:
                 return "failed"
             self.add(entry)
@@ -252,7 +252,7 @@ class QueuedCurriculum(Curriculum):
 
     def requeue(self, failure: Failure) -> None:
         with self.lock:
-            self.failed.requeue(failure.event)
+            self.failed.requeue(failure.failure_id)
 
     def pending(self) -> int:
         with self.lock:

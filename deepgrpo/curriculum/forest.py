@@ -284,15 +284,15 @@ class Forest(Curriculum):
 
     def requeue(self, failure: Failure) -> None:
         with self.lock:
-            self.index.requeue(failure.event)
+            self.index.requeue(failure.failure_id)
 
     def rest(self, failure: Failure) -> None:
         with self.lock:
-            self.index.rest(failure.event)
+            self.index.rest(failure.failure_id)
 
     def withdraw(self, failure: Failure) -> bool:
         with self.lock:
-            event = self.index.events.get(failure.event)
+            event = self.index.events.get(failure.failure_id)
             return event is None or self._stale(event)
 
     def _stale(self, event: Event) -> bool:
@@ -315,9 +315,9 @@ class Forest(Curriculum):
         if correction is not None:  # what cannot be taken in raises here, while the event is still known
             state_ids = base.own_ids(np.concatenate([failure.state_ids, correction.prefix_ids]))
             suffixes = (base.own_ids(() if ids is None else ids) for ids in (correction.failed_suffix_ids, correction.suffix_ids))
-            origin = Origin(failure.event, failure.step, failure.response_ids, *suffixes, correction.reward)
+            origin = Origin(failure.failure_id, failure.step, failure.response_ids, *suffixes, correction.reward)
         with self.lock:
-            event = self.index.events.get(failure.event)
+            event = self.index.events.get(failure.failure_id)
             if event is None:
                 self.counters.stale += 1
                 return "stale_unknown_event"

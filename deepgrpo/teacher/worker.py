@@ -268,8 +268,8 @@ class TeacherWorker:
 
     def _forget(self, failure: Failure) -> None:
         self._counts["withdrawn"] += 1
-        self._held.pop(failure.event, None)
-        self._deferrals.pop(failure.event, None)
+        self._held.pop(failure.failure_id, None)
+        self._deferrals.pop(failure.failure_id, None)
 
     def _now(self) -> float:
         """What `pause` is counted in: seconds of the event loop; steps where nothing moves between two drains."""
@@ -280,7 +280,7 @@ class TeacherWorker:
         now = self._now()
         due = sorted((held for held in self._held.values() if held.due <= now), key=lambda held: held.due)[:limit]
         for _, failure in due:
-            del self._held[failure.event]
+            del self._held[failure.failure_id]
         return [failure for _, failure in due]
 
     async def _wind_down(self) -> None:
@@ -375,7 +375,7 @@ class TeacherWorker:
             log.info("the teacher's work goes on")
         self._outage_said = False
         self._unanswered.clear()
-        self._deferrals.pop(failure.event, None)
+        self._deferrals.pop(failure.failure_id, None)
         self._counts["total_attempted"] += 1
         self._counts["total_succeeded"] += outcome.correction is not None
         self._annotator.record(outcome)
@@ -384,10 +384,10 @@ class TeacherWorker:
         """Keeps a failure that was not answered for a while; after several in a row, all of them."""
         self._counts["deferred"] += 1
         self._curriculum.rest(failure)
-        self._deferrals[failure.event] += 1
-        pauses = min(2.0 ** (self._deferrals[failure.event] - 1), LONGEST_HOLD)
-        self._held[failure.event] = _Held(self._now() + pauses * (1.0 if self._synchronous else self._pause), failure)
-        self._unanswered.add(failure.event)
+        self._deferrals[failure.failure_id] += 1
+        pauses = min(2.0 ** (self._deferrals[failure.failure_id] - 1), LONGEST_HOLD)
+        self._held[failure.failure_id] = _Held(self._now() + pauses * (1.0 if self._synchronous else self._pause), failure)
+        self._unanswered.add(failure.failure_id)
         if len(self._unanswered) < self._patience:
             return
         self._hold_until = self._loop.time() + self._outage

@@ -411,7 +411,7 @@ class ForestReplay(Replay):
     def dispatch_teacher(self, max_items, step):
         return [
             {
-                "event": self.labels[failure.event],
+                "event": self.labels[failure.failure_id],
                 "tree": failure.problem.prompt_ids.tolist(),
                 "parent": failure.state_ids.tolist(),
                 "created_step": failure.step,

@@ -98,7 +98,7 @@ def test_bounds_keep_the_newest_and_count():
     pool = forest(max_events_per_parent=2, max_events=3)
     assert fail(pool, 4)["events_added"] == 4  # events 2 and 3 stay
     fail(pool, 2, step=2, prompt=(3,))  # 4 and 5: one more than three in all, so the oldest, 2, goes
-    assert sorted(failure.event for failure in pool.dispatch(9, 3)) == [3, 5]
+    assert sorted(failure.failure_id for failure in pool.dispatch(9, 3)) == [3, 5]
     assert pool.metrics()["teacher/events_dropped_capacity"] == 3
     check(pool)
 

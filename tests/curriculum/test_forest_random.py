@@ -54,7 +54,7 @@ def test_random_operations_equal_the_naive_forest(bounds):
             assert [tuple(e.state_ids.tolist()) for e in pool.sample_sft(2, step)] == naive.sample(2, step, "sft"), number
         elif action == "dispatch":
             n = rng.choice((1, 2, 50))
-            assert [failed.event for failed in pool.dispatch(n, step)] == naive.dispatch(n, step), number
+            assert [failed.failure_id for failed in pool.dispatch(n, step)] == naive.dispatch(n, step), number
         elif action == "requeue":
             event = rng.choice([*[e["number"] for e in naive.events[-8:]], naive.number])
             pool.requeue(failure(event))
@@ -99,12 +99,12 @@ def test_threads_keep_the_invariants(tmp_path):
                 elif action == 3:
                     failures = pool.dispatch(rng.choice((1, 3)), step)
                     flying += failures
-                    dispatched.extend(failed.event for failed in failures)
+                    dispatched.extend(failed.failure_id for failed in failures)
                 elif action == 4 and flying:
                     failed = flying.pop()
                     if rng.random() < 0.2:
                         pool.requeue(failed)
-                        requeued.append(failed.event)
+                        requeued.append(failed.failure_id)
                         continue
                     answer = Correction(as_ids(rng.choices((5, 6), k=2)), RESPONSE, 1.0, RESPONSE)
                     pool.resolve(failed, rng.choice((None, answer)), step)

@@ -22,8 +22,8 @@ def grown(trees: int = 8, **bounds) -> Forest:
         pool.observe_root(problem, i % 2, 4, 1 + i // 2, [as_ids([i, 5, k]) for k in range(4 - i % 2)])
     for step in (3, 4):
         for failure in pool.dispatch(trees - 2, step):
-            if failure.event % 3:
-                pool.resolve(failure, correction(failure, 2, [9, failure.event]), step)
+            if failure.failure_id % 3:
+                pool.resolve(failure, correction(failure, 2, [9, failure.failure_id]), step)
         for state in pool.sample_rollout(3, step):
             pool.observe_node(state.node, int(step == 4) * 2, 2, step, [as_ids([8])])
     for entry in pool.sample_sft(2, 5):
@@ -37,7 +37,7 @@ def drive(pool: Forest) -> list:
     for step in range(6, 12):
         seen += [state.ids.tolist() for state in pool.sample_rollout(2, step)]
         for failure in pool.dispatch(2, step):
-            seen.append((failure.event, failure.step, failure.state_ids.tolist(), failure.response_ids.tolist()))
+            seen.append((failure.failure_id, failure.step, failure.state_ids.tolist(), failure.response_ids.tolist()))
             seen.append((failure.problem.index, failure.problem.ground_truth, failure.problem.question, failure.problem.extra))
             seen.append(pool.resolve(failure, Correction(as_ids([step]), as_ids([1]), 1.0, as_ids([])), step))
         seen += [entry.suffix_ids.tolist() for entry in pool.sample_sft(1, step)]

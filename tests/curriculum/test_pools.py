@@ -80,8 +80,8 @@ def test_what_was_put_back_is_next_and_survives_a_resume(tmp_path):
     made.requeue(first)
     one, other = saved(made, tmp_path / "one"), saved(resumed, tmp_path / "other")
     assert one == other
-    again = [[(f.event, f.step, f.response_ids.tolist()) for f in each.dispatch(9, step=2)] for each in (made, resumed)]
-    assert again[0] == again[1] and [event for event, *_ in again[0]] == [first.event, second.event + 1, 4]
+    again = [[(f.failure_id, f.step, f.response_ids.tolist()) for f in each.dispatch(9, step=2)] for each in (made, resumed)]
+    assert again[0] == again[1] and [event for event, *_ in again[0]] == [first.failure_id, second.failure_id + 1, 4]
 
 
 def test_a_state_without_room_for_a_response_is_refused():
@@ -140,7 +140,7 @@ def test_a_resumed_pool_is_the_same_and_keeps_what_was_with_the_teacher(tmp_path
     for failure in reversed(in_flight):
         made.requeue(failure)
     assert saved(made, tmp_path / "one") == saved(resumed, tmp_path / "other")
-    assert [f.event for f in made.dispatch(9, step=3)] == [f.event for f in resumed.dispatch(9, step=3)]
+    assert [f.failure_id for f in made.dispatch(9, step=3)] == [f.failure_id for f in resumed.dispatch(9, step=3)]
     assert [s.node for s in made.sample(3, step=3)] == [s.node for s in resumed.sample(3, step=3)]
 
 
@@ -168,12 +168,12 @@ def test_a_failure_in_flight_returns_to_its_place():
         taken = pool.dispatch(2, random)
         assert pool.metrics()["failed_pool/in_flight"] == 2 and len(pool) == 2 == pool.counts["dispatched"]
         for failure in taken:
-            pool.requeue(failure.event)
-            pool.requeue(failure.event)
+            pool.requeue(failure.failure_id)
+            pool.requeue(failure.failure_id)
         assert sorted(waiting(pool)) == sorted(before)
         (failure,) = pool.dispatch(1, random)
         for _ in range(2):
-            pool.settle(failure.event)
+            pool.settle(failure.failure_id)
         assert pool.metrics()["failed_pool/settled"] == 1
 
 
@@ -192,7 +192,7 @@ def test_draws_of_a_step_differ_and_repeat():
     def events():
         pool = FailedPool()
         pool.add([failed()] * 50, step=1)
-        return [pool.dispatch(1, generator(0, 7, FAILURES, pool.counts["dispatched"]))[0].event for _ in range(50)]
+        return [pool.dispatch(1, generator(0, 7, FAILURES, pool.counts["dispatched"]))[0].failure_id for _ in range(50)]
 
     assert events() == events() and sorted(events()) == list(range(50)) != events()
 
@@ -245,7 +245,7 @@ class Teacher:
                     self.made.requeue(failure)
                     continue
                 answer = correction(failure, self.random.randint(0, 2)) if choice < 0.7 else None
-                self.answered.append(failure.event)
+                self.answered.append(failure.failure_id)
                 self.outcomes.append(self.made.resolve(failure, answer, step))
 
 

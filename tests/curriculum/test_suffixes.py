@@ -98,7 +98,7 @@ def test_results_that_bring_nothing_or_come_twice():
     first, second = pool.dispatch(2, 1)
     assert pool.resolve(first, None, 1) == "failed" and pool.resolve(first, None, 1) == "stale"
     pool.requeue(second)
-    assert pool.pending() == 1 and pool.dispatch(5, 1)[0].event == second.event
+    assert pool.pending() == 1 and pool.dispatch(5, 1)[0].failure_id == second.failure_id
 
 
 def entry_groups(rewards, n=3):

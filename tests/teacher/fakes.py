@@ -66,22 +66,22 @@ class Queue:
             self.crashes -= 1
             raise RuntimeError("planted crash of dispatch")
         taken = [self.waiting.pop(0) for _ in range(min(max_items, 2, len(self.waiting)))]  # at most two a call
-        self.in_flight |= {f.event: f for f in taken}
+        self.in_flight |= {f.failure_id: f for f in taken}
         return taken
 
     def resolve(self, failure: Failure, correction: Correction | None, step: int) -> str:
-        del self.in_flight[failure.event]
-        self.results.append((failure.event, correction is not None))
+        del self.in_flight[failure.failure_id]
+        self.results.append((failure.failure_id, correction is not None))
         return "done"
 
     def requeue(self, failure: Failure) -> None:
-        self.waiting.insert(0, self.in_flight.pop(failure.event))
+        self.waiting.insert(0, self.in_flight.pop(failure.failure_id))
 
     def rest(self, failure: Failure) -> None:
-        assert failure.event in self.in_flight
+        assert failure.failure_id in self.in_flight
 
     def withdraw(self, failure: Failure) -> bool:
-        return self.in_flight.pop(failure.event, None) is not None if failure.event in self.useless else False
+        return self.in_flight.pop(failure.failure_id, None) is not None if failure.failure_id in self.useless else False
 
     def pending(self) -> int:
         return len(self.waiting)
@@ -95,7 +95,7 @@ class Script:
         self.calls, self.recorded, self.running, self.most = [], [], 0, 0
 
     async def annotate(self, failure: Failure, step: int) -> Outcome:
-        self.calls.append(failure.event)
+        self.calls.append(failure.failure_id)
         self.running += 1
         self.most = max(self.most, self.running)
         try:

@@ -40,9 +40,9 @@ class Run:
         def watched(failure, correction, step):
             if not self.healthy and self.draw.random() < 0.1:
                 raise RuntimeError("planted crash of a report")
-            said = self.said.pop(failure.event)  # raises if nothing was said: unknown would have become a label
+            said = self.said.pop(failure.failure_id)  # raises if nothing was said: unknown would have become a label
             assert said == (correction is not None)
-            self.reported[failure.event] = said
+            self.reported[failure.failure_id] = said
             return resolve(failure, correction, step)
 
         made.resolve = watched
@@ -54,7 +54,7 @@ class Run:
             raise ValueError("planted crash of an annotation")
         if kind in ("no_verdict", "down"):
             return NO_VERDICT if kind == "no_verdict" else DOWN
-        self.said[failure.event] = accepted = kind != "reject"
+        self.said[failure.failure_id] = accepted = kind != "reject"
         outcome = corrected(failure, self.draw.randint(1, 3)) if accepted else Outcome("prefix_too_short")
 
         async def later():

@@ -32,8 +32,8 @@ def test_crashes_of_tasks_and_of_the_loop_lose_nothing_and_label_nothing():
     seen = collections.Counter()
 
     def say(failed):
-        seen[failed.event] += 1
-        return 1 / 0 if failed.event == 3 and seen[3] < 3 else corrected(failed)
+        seen[failed.failure_id] += 1
+        return 1 / 0 if failed.failure_id == 3 and seen[3] < 3 else corrected(failed)
 
     worker = worker_on(queue, Script(say))
     until(lambda: len(queue.results) == 6, "all results")
@@ -100,12 +100,12 @@ def test_an_outage_loses_no_failure():
 
 def test_a_failure_without_a_verdict_is_held_back_alone_and_never_rejected():
     queue = Queue(failures(40))
-    script = Script(lambda failed: NO_VERDICT if failed.event % 10 == 0 else corrected(failed))
+    script = Script(lambda failed: NO_VERDICT if failed.failure_id % 10 == 0 else corrected(failed))
     worker = worker_on(queue, script, max_concurrent=2, pause=60.0, outage=60.0, patience=5)
     until(lambda: len(queue.results) == 36, "the others, at once")
     assert sorted(queue.in_flight) == [0, 10, 20, 30] and all(done for _, done in queue.results)
     assert worker.metrics()["teacher_worker/held_back"] == 4 and max(collections.Counter(script.calls).values()) == 1
-    assert worker.stop(10.0) and sorted(f.event for f in queue.waiting) == [0, 10, 20, 30] and not queue.in_flight
+    assert worker.stop(10.0) and sorted(f.failure_id for f in queue.waiting) == [0, 10, 20, 30] and not queue.in_flight
 
 
 def test_nothing_is_asked_after_several_in_a_row_without_an_answer():
@@ -131,7 +131,7 @@ def test_a_call_whose_answer_is_of_no_more_use_is_cancelled():
     worker.notify()
     until(lambda: script.running == 1, "the useless one to end")
     assert queue.in_flight.keys() == {1} and not queue.results and worker.metrics()["teacher_worker/withdrawn"] == 1
-    assert worker.stop(0.5) and [f.event for f in queue.waiting] == [1]
+    assert worker.stop(0.5) and [f.failure_id for f in queue.waiting] == [1]
 
 
 def test_counters_survive_a_resume():

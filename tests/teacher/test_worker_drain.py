@@ -17,7 +17,7 @@ def test_drain_resolves_in_dispatch_order_whatever_the_timing(seed):
 
     async def some_time(failed):
         await asyncio.sleep(draw.random() / 200)
-        return corrected(failed) if failed.event % 3 else Outcome("prefix_too_short")
+        return corrected(failed) if failed.failure_id % 3 else Outcome("prefix_too_short")
 
     script = Script(some_time)
     worker = worker_on(queue, script, synchronous=True)
@@ -46,18 +46,18 @@ def test_drain_puts_back_what_its_deadline_cuts_short():
     queue = Queue(failures(3))
 
     async def slow(failed):
-        await asyncio.sleep(0 if failed.event == 1 else 60)
+        await asyncio.sleep(0 if failed.failure_id == 1 else 60)
         return corrected(failed)
 
     worker = worker_on(queue, Script(slow), synchronous=True)
     worker.drain(1, 3.0)
-    assert queue.results == [(1, True)] and sorted(f.event for f in queue.waiting) == [0, 2]
+    assert queue.results == [(1, True)] and sorted(f.failure_id for f in queue.waiting) == [0, 2]
     assert worker.metrics()["teacher_worker/cut_short"] == 2 and worker.stop(10.0)
 
 
 def test_a_failure_without_a_verdict_waits_twice_as_many_steps_each_time_and_holds_no_other_back():
     queue = Queue(failures(20))
-    script = Script(lambda failed: NO_VERDICT if failed.event == 1 else corrected(failed))
+    script = Script(lambda failed: NO_VERDICT if failed.failure_id == 1 else corrected(failed))
     worker = worker_on(queue, script, synchronous=True, patience=3)
     tries = []
     for step in range(1, 17):
@@ -65,7 +65,7 @@ def test_a_failure_without_a_verdict_waits_twice_as_many_steps_each_time_and_hol
         tries += [step] * script.calls.count(1)
         script.calls.clear()
     assert tries == [1, 2, 4, 8, 16] and [event for event, _ in queue.results] == [0, *range(2, 20)]
-    assert worker.stop(10.0) and [f.event for f in queue.waiting] == [1]
+    assert worker.stop(10.0) and [f.failure_id for f in queue.waiting] == [1]
 
 
 def test_a_replay_that_misses_a_reply_stops_the_run():

@@ -112,7 +112,7 @@ def test_golden_worker_modes(args, result):
     mode = MODES[args["mode"]](args)
 
     def say(failed):
-        scripted = args["annotator"][mode.labels[failed.event]]
+        scripted = args["annotator"][mode.labels[failed.failure_id]]
         if scripted == "raise":
             raise RuntimeError("scripted")
         return Outcome("reward_too_low") if scripted is None else corrected(failed, scripted["match"], scripted["suffix"])

@@ -25,7 +25,7 @@ from deepgrpo.config.errors import shown
 from deepgrpo.config.forest_folder import Place, Vocabulary
 from deepgrpo.config.streams import tool
 from deepgrpo.curriculum import forest_state, forest_tools, forest_view
-from deepgrpo.curriculum.forest_index import Node, Tree
+from deepgrpo.curriculum.forest_index import Tree
 from deepgrpo.curriculum.forest_state import SavedForest
 from deepgrpo.telemetry import terminal
 from deepgrpo.weights.files import new_folder, replace_text
@@ -135,17 +135,17 @@ def chosen_trees(saved: SavedForest, args: argparse.Namespace) -> list[int]:
 def diff(args: argparse.Namespace) -> None:
     first, second = open_forest(args.first, args.model), open_forest(args.second, args.model)
     require_one_vocabulary([first, second])
-    found = forest_tools.diff(first.saved, second.saved)
-    numbers = {
-        "trees added": len(found.trees_added),
-        "trees removed": len(found.trees_removed),
-        "states added in common trees": len(found.nodes_added),
-        "states removed from common trees": len(found.nodes_removed),
-        "states changed": len(found.changed),
-        "waiting failures gone": found.events[0],
-        "waiting failures new": found.events[1],
-    }
-    lines = diff_lines(found)
+    changes, numbers = forest_tools.diff(first.saved, second.saved)
+    lines = [
+        {
+            "what": change.what,
+            "question": change.tree.problem.question,
+            "depth": len(change.node.ids) - len(change.tree.nodes[0].ids),
+            "state_ids": change.node.ids.tolist(),
+            "fields": change.fields,
+        }
+        for change in changes
+    ]
     if args.json:
         json.dump({"first": first.title, "second": second.title, "summary": numbers, "differences": lines}, sys.stdout)
         print()
@@ -162,18 +162,6 @@ def diff(args: argparse.Namespace) -> None:
 
 def brief(value: Any) -> str:
     return f"({len(value)} ids)" if isinstance(value, list) else shown(str(value))
-
-
-def diff_lines(found: forest_tools.Diff) -> list[dict[str, Any]]:
-    def line(what: str, tree: Tree, node: Node, fields: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-        question, depth = tree.problem.question, len(node.ids) - len(tree.nodes[0].ids)
-        return {"what": what, "question": question, "depth": depth, "state_ids": node.ids.tolist(), "fields": fields}
-
-    lines = [line("tree added", tree, tree.nodes[0], {}) for tree in found.trees_added]
-    lines += [line("tree removed", tree, tree.nodes[0], {}) for tree in found.trees_removed]
-    lines += [line("state added", tree, node, {}) for tree, node in found.nodes_added]
-    lines += [line("state removed", tree, node, {}) for tree, node in found.nodes_removed]
-    return lines + [line("state changed", tree, node, fields) for tree, node, fields in found.changed]
 
 
 def require_one_vocabulary(forests: Sequence[Opened]) -> Vocabulary:

@@ -9,6 +9,7 @@ may be served. Nodes and events are addressed by int handles, assigned in creati
 handle is a no-op.
 """
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
@@ -28,8 +29,6 @@ MOST_IN_FLIGHT = 2  # failures of a tree that the teacher works on at once: a fi
 # What an observation counts; `root_deactivated` and `node_retired` split `node_deactivated`.
 SEEN = ("tree_created", "root_deactivated", "node_deactivated", "node_reactivated", "node_retired", "events_added")
 SEEN += ("observations_recorded",)
-OF_STEP = ("observations_recorded", "events_added", "nodes_retired", "root_events_added", "root_groups_seen", "root_fail_groups")
-OF_STEP += ("root_success_groups", "root_trees_created", "root_nodes_deactivated")
 OUTCOMES = {"child_created": "succeeded", "refused": "nodes_refused"}  # outcome: its counter, where the names differ
 
 
@@ -88,21 +87,27 @@ class Forest(Curriculum):
         """
         base.check_step(step)
         judged = self.judged(groups, failing=True)
-        seen = dict.fromkeys(OF_STEP, 0)
+        nodes, roots = collections.Counter(), collections.Counter()
         for group, k_succ, k_total in judged:
             if group.prompt.injected:
-                counts = self.observe_node(group.prompt.node, k_succ, k_total, step, self._responses(group))
-                seen["observations_recorded"] += counts["observations_recorded"]
-                seen["events_added"] += counts["events_added"]
-                seen["nodes_retired"] += counts["node_retired"]
-        for problem, k_succ, k_total, failed in self._root_groups(judged):
-            counts = self.observe_root(problem, k_succ, k_total, step, failed)
-            seen["root_groups_seen"] += 1
-            seen["root_fail_groups" if k_succ < k_total else "root_success_groups"] += 1
-            seen["root_events_added"] += counts["events_added"]
-            seen["root_trees_created"] += counts["tree_created"]
-            seen["root_nodes_deactivated"] += counts["root_deactivated"]
-        seen |= {"trees_cleaned": self.cleanup(), "groups_without_verdict": len(groups) - len(judged)}
+                nodes.update(self.observe_node(group.prompt.node, k_succ, k_total, step, self._responses(group)))
+        merged = self._root_groups(judged)
+        for problem, k_succ, k_total, failed in merged:
+            roots.update(self.observe_root(problem, k_succ, k_total, step, failed))
+        failing = sum(k_succ < k_total for _, k_succ, k_total, _ in merged)
+        seen = {
+            "observations_recorded": nodes["observations_recorded"],
+            "events_added": nodes["events_added"],
+            "nodes_retired": nodes["node_retired"],
+            "root_groups_seen": len(merged),
+            "root_fail_groups": failing,
+            "root_success_groups": len(merged) - failing,
+            "root_events_added": roots["events_added"],
+            "root_trees_created": roots["tree_created"],
+            "root_nodes_deactivated": roots["root_deactivated"],
+            "trees_cleaned": self.cleanup(),
+            "groups_without_verdict": len(groups) - len(judged),
+        }
         metrics = base.named("forest_pool", {f"{name}_this_step": value for name, value in seen.items()})
         metrics["forest_pool/trees_cleaned_pre_sample"] = float(self._cleaned_before_sampling)
         return metrics | self.event_ages(step) | base.injection_metrics(groups, judged)

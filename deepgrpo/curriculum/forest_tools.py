@@ -354,45 +354,48 @@ def _rows(spec: str, limit: int) -> list[readers.Row]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Diff:
-    """What distinguishes a second forest from a first. nodes_*: within the trees that both have, (tree, node).
+class Change:
+    """One difference between two forests. what: one of `DIFFERENCES`. fields: of a changed state, {name: (first, second)}."""
 
-    changed: (tree, node of the second, {field: (value in the first, in the second)}). events: waiting failures (gone, new).
-    """
-
-    trees_added: list[Tree]
-    trees_removed: list[Tree]
-    nodes_added: list[tuple[Tree, Node]]
-    nodes_removed: list[tuple[Tree, Node]]
-    changed: list[tuple[Tree, Node, dict[str, tuple[Any, Any]]]]
-    events: tuple[int, int]
-
-    def __bool__(self) -> bool:
-        parts = (self.trees_added, self.trees_removed, self.nodes_added, self.nodes_removed, self.changed)
-        return any(parts) or any(self.events)
+    what: str
+    tree: Tree
+    node: Node
+    fields: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
 
-def diff(first: SavedForest, second: SavedForest) -> Diff:
-    """Compares by prompt and state; handles and insertion order don't count."""
-    added, removed, changed = [], [], []
-    for key in (key for key in second.trees if key in first.trees):
-        a, b = first.trees[key], second.trees[key]
-        of_a, of_b = ({node.ids.tobytes(): node for node in tree.nodes} for tree in (a, b))
-        added += [(b, node) for state, node in of_b.items() if state not in of_a]
-        removed += [(a, node) for state, node in of_a.items() if state not in of_b]
+DIFFERENCES = {  # what a change is, and how the summary calls their number
+    "tree added": "trees added",
+    "tree removed": "trees removed",
+    "state added": "states added in common trees",
+    "state removed": "states removed from common trees",
+    "state changed": "states changed",
+}
+
+
+def diff(first: SavedForest, second: SavedForest) -> tuple[list[Change], dict[str, int]]:
+    """Compares by prompt and state; handles and insertion order don't count. Returns the changes, and how many there are of each
+    kind and of waiting failures."""
+    changes = []
+    for what, one, other in (("tree added", second, first), ("tree removed", first, second)):
+        changes += [Change(what, tree, tree.nodes[0]) for key, tree in one.trees.items() if key not in other.trees]
+    common = [(first.trees[key], second.trees[key]) for key in second.trees if key in first.trees]
+    states = [[{node.ids.tobytes(): node for node in tree.nodes} for tree in pair] for pair in common]
+    for what, one, other in (("state added", 1, 0), ("state removed", 0, 1)):
+        for trees, nodes in zip(common, states, strict=True):
+            changes += [Change(what, trees[one], node) for state, node in nodes[one].items() if state not in nodes[other]]
+    for (a, b), (of_a, of_b) in zip(common, states, strict=True):
         sizes_a, sizes_b = ({node.id: len(node.ids) for node in tree.nodes} for tree in (a, b))
         for state, node in of_b.items():
             if state in of_a and (fields := _changes(of_a[state], node, sizes_a, sizes_b)):
-                changed.append((b, node, fields))
-    before, after = _events(first), _events(second)
-    return Diff(
-        [tree for key, tree in second.trees.items() if key not in first.trees],
-        [tree for key, tree in first.trees.items() if key not in second.trees],
-        added,
-        removed,
-        changed,
-        ((before - after).total(), (after - before).total()),
+                changes.append(Change("state changed", b, node, fields))
+    before, after = (
+        Counter((node.ids.tobytes(), step, ids.tobytes()) for node in saved.nodes() for step, _, _, ids in node.waiting)
+        for saved in (first, second)
     )
+    counts = Counter(change.what for change in changes)
+    numbers = {name: counts[what] for what, name in DIFFERENCES.items()}
+    numbers |= {"waiting failures gone": (before - after).total(), "waiting failures new": (after - before).total()}
+    return changes, numbers
 
 
 def _changes(a: Node, b: Node, sizes_a: dict[int, int], sizes_b: dict[int, int]) -> dict[str, tuple[Any, Any]]:
@@ -405,7 +408,3 @@ def _changes(a: Node, b: Node, sizes_a: dict[int, int], sizes_b: dict[int, int])
             if not np.array_equal(old, new):
                 fields[name] = old.tolist(), new.tolist()
     return {name: values for name, values in fields.items() if values[0] != values[1]}
-
-
-def _events(saved: SavedForest) -> Counter:
-    return Counter((node.ids.tobytes(), step, ids.tobytes()) for node in saved.nodes() for step, _, _, ids in node.waiting)

@@ -169,7 +169,7 @@ def test_reading_and_writing_and_the_union_with_nothing_change_no_byte(tmp_path)
         restored(same, tmp_path / name)
         assert content(tmp_path / name) == content(tmp_path / "as it is")
     again = read(str(tmp_path / "as it is"))
-    assert plain(again) == plain(saved) and not tools.diff(again, saved)
+    assert plain(again) == plain(saved) and not any(tools.diff(again, saved)[1].values())
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -238,7 +238,7 @@ def test_pruning_takes_what_it_is_told_and_hangs_up_the_children(tmp_path, crite
     assert {node.ids.tobytes() for node in left.nodes()} == expected and len(expected) < len(list(saved.nodes()))
     pool = restored(left, tmp_path / "left")  # checks that each parent is there and a prefix, and what became of the failures
     assert pool.metrics()["teacher/events_cleared"] == saved.num_events() - left.num_events()
-    assert not tools.diff(left, tools.prune(left, **criteria))
+    assert not any(tools.diff(left, tools.prune(left, **criteria))[1].values())
 
 
 def test_full_trees_keep_active_and_young_states_and_empty_trees_go():
@@ -263,12 +263,12 @@ def test_differences_are_named(tmp_path):
     (state,) = pool.sample_rollout(1, 20)
     pool.observe_node(state.node, 2, 2, 20, None)
     pool.observe_root(Problem(7, "test", as_ids([9, 7]), "", ""), 0, 1, 20, [as_ids([1])])
-    found = tools.diff(before, saved_of(pool))
-    assert [tree.problem.index for tree in found.trees_added] == [7] and not found.trees_removed and found.events == (0, 1)
-    ((_, node, fields),) = found.changed
-    assert node.ids is not None and node.id == state.node and fields["active"] == (True, False)
-    assert fields["last_success_step"][1] == 20 and not found.nodes_added and not found.nodes_removed
-    assert [tree.problem.index for tree in tools.diff(saved_of(pool), before).trees_removed] == [7]
+    (added, changed), numbers = tools.diff(before, saved_of(pool))
+    assert (added.what, added.tree.problem.index) == ("tree added", 7) and numbers["waiting failures new"] == 1
+    assert changed.node.id == state.node and changed.fields["active"] == (True, False)
+    assert changed.fields["last_success_step"][1] == 20 and sum(numbers.values()) == 3
+    removed = tools.diff(saved_of(pool), before)[0][0]
+    assert (removed.what, removed.tree.problem.index) == ("tree removed", 7)
 
 
 def test_a_fresh_start_keeps_states_and_failures_and_no_history(tmp_path):

@@ -1,14 +1,11 @@
 """The other pools as the training loop and the teacher see them: chains, flat states, the queue of failures."""
 
 import collections
-import random
-import threading
 
 import numpy as np
 import pytest
 
 from deepgrpo.curriculum.base import FAILURES, generator
-from deepgrpo.curriculum.chain import DEEPENING
 from deepgrpo.curriculum.failed_pool import FailedPool, FailedRollout
 from deepgrpo.curriculum.flat import FlatEntry
 from deepgrpo.types import as_ids
@@ -224,81 +221,3 @@ def test_states_of_the_flat_pool_are_served_in_turn_also_after_a_restart():
     again.load(pool.saved())
     given += [again.take(1, random)[0] for _ in range(150)]
     assert set(collections.Counter(f.state_ids[0] for f in given).values()) == {3}
-
-
-STEPS = 120
-
-
-class Teacher:
-    """Takes failures and corrects, rejects or puts them back."""
-
-    def __init__(self, made, trainer, seed):
-        self.made, self.trainer, self.random = made, trainer, random.Random(seed)
-        self.answered, self.outcomes = [], []
-
-    def run(self):
-        while not self.trainer.done.is_set():
-            step = self.trainer.step
-            for failure in self.made.dispatch(self.random.randint(1, 3), step):
-                choice = self.random.random()
-                if choice < 0.2:
-                    self.made.requeue(failure)
-                    continue
-                answer = correction(failure, self.random.randint(0, 2)) if choice < 0.7 else None
-                self.answered.append(failure.failure_id)
-                self.outcomes.append(self.made.resolve(failure, answer, step))
-
-
-class Trainer:
-    def __init__(self, made, folder):
-        self.made, self.folder, self.random, self.step = made, folder, random.Random(0), 0
-        self.done = threading.Event()
-
-    def run(self):
-        try:
-            for self.step in range(1, STEPS):
-                self.train()
-        finally:
-            self.done.set()
-
-    def train(self):
-        groups = []
-        for state in self.made.sample(self.made.num_to_inject(8), self.step):
-            groups.append(group(state.problem, self.random.choices((RIGHT, WRONG), k=2), state))
-        for index in self.random.sample(range(40), 6):
-            groups.append(group(problem(index, (index + 1,)), self.random.choices((RIGHT, WRONG), (1, 4), k=3)))
-        self.made.observe(groups, self.step)
-        self.made.metrics()
-        if self.step % 40 == 0:
-            saved(self.made, self.folder / str(self.step))
-
-
-@pytest.mark.parametrize("pool", [chains, flat])
-def test_threads(tmp_path, pool):
-    made = pool()
-    trainer = Trainer(made, tmp_path)
-    teachers = [Teacher(made, trainer, seed) for seed in range(3)]
-    threads = [threading.Thread(target=party.run) for party in (*teachers, trainer)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert trainer.step == STEPS - 1
-    answered = [event for teacher in teachers for event in teacher.answered]
-    outcomes = [outcome for teacher in teachers for outcome in teacher.outcomes]
-    assert answered and len(set(answered)) == len(answered) and "stale" not in outcomes
-    metrics = made.metrics()
-    if pool is flat:
-        known = metrics["failed_pool/size"] + metrics["failed_pool/in_flight"] + len(answered)
-        assert metrics["failed_pool/enqueued"] == known and metrics["synthetic_pool/size"] == outcomes.count("added")
-        return
-    assert metrics["chain_pool/teacher_successes"] == outcomes.count("deepened")
-    assert metrics["chain_pool/abandoned_cumulative"] == outcomes.count("abandoned")
-    waiting = sum(chain.state == DEEPENING for chain in made.chains.values())
-    assert len(made.dispatch(1000, STEPS)) == waiting == metrics["chain_pool/deepening"]
-    for chain in made.chains.values():
-        depths = [len(node.ids) for node in chain.nodes]
-        assert depths == sorted(set(depths))
-    restored = pool()
-    restored.restore(str(tmp_path / "80"))
-    assert restored.metrics()["chain_pool/size"] > 0

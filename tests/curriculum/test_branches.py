@@ -1,7 +1,6 @@
 """Branching from the student's own responses: golden expansions, rounds, feedback, resume."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -104,55 +103,6 @@ def test_the_model_learns_from_judged_branches():
     assert metrics["branching/points"] == 3 and metrics["branching/recovered_share"] == pytest.approx(1 / 3)
     assert metrics["branching/contrast_share"] == pytest.approx(1 / 3)
     assert metrics["branching/avg_position_ratio"] == pytest.approx(np.mean(judged))
-
-
-def run(curriculum, steps):
-    """A trace of some steps, each with a failing group whose branches come to what their place says."""
-    trace = []
-    for step in steps:
-        states = curriculum.sample(curriculum.num_to_inject(4), step)
-        prompts = [Prompt(s.ids, s.problem, s.n, f"{step}:state:{i}", s.node, s.stream) for i, s in enumerate(states)]
-        main = main_group([0.0, 0.0, 1.0], step)
-        prompts += curriculum.expand([main], step)
-        groups = [main, *(scored([0.0, float(p.node.index % 2)], p) for p in prompts)]
-        metrics = curriculum.observe(groups, step)
-        trace.append(([p.ids.tolist() for p in prompts], metrics, dict(curriculum.metrics())))
-    return trace
-
-
-def inline():
-    return branching("branches_inline", POINTS, branches_per_point=2)
-
-
-def buffered():
-    pool = branching("branches", POINTS, sample_size_per_step=3, branches_per_entry=2)
-    pool.buffer.max_age = 2
-    return pool
-
-
-@pytest.mark.parametrize("create", [inline, buffered])
-def test_resumes_bit_for_bit(create, tmp_path):
-    whole, first, second = create(), create(), create()
-    trace = run(whole, range(1, 9))
-    assert trace[:5] == run(first, range(1, 6))
-    first.state(tmp_path)
-    second.restore(tmp_path)
-    assert run(second, range(6, 9)) == trace[5:]
-    assert trace[-1][2]["branching/fitted"] == 1 and any(prompts for prompts, _, _ in trace)
-    again = tmp_path / "again"
-    again.mkdir()
-    first.state(again)
-    assert {p.name: p.read_bytes() for p in again.iterdir()} == {
-        p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()
-    }
-
-
-def test_another_pools_folder_is_refused(tmp_path):
-    inline().state(tmp_path)
-    with pytest.raises(ValueError, match="saved by pool type 'branches_inline', but this run uses 'branches'"):
-        buffered().restore(tmp_path)
-    header = json.loads((tmp_path / "curriculum.json").read_text())
-    assert header["pivot_model"]["labels_seen"] == 0
 
 
 @pytest.mark.parametrize("case", golden_cases("branching_*.json", {"branch_buffer"}))

@@ -124,23 +124,6 @@ def test_a_step_of_flat_states():
     assert failure.state_ids.tolist() == [1, 2, 12, 22]  # of a state, too, if its group fails as a whole
 
 
-def test_a_resumed_pool_is_the_same_and_keeps_what_was_with_the_teacher(tmp_path):
-    made = flat()
-    made.observe([group(problem(i, (i + 1,)), [WRONG] * 3) for i in range(4)], step=1)
-    for failure in made.dispatch(5, step=1):
-        made.resolve(failure, correction(failure, 1), step=1)
-    made.observe([group(s.problem, [RIGHT, WRONG], s) for s in made.sample(2, step=2)], step=2)
-    in_flight = made.dispatch(3, step=2)
-    saved(made, tmp_path / "in_flight")
-    resumed = flat()
-    resumed.restore(str(tmp_path / "in_flight"))
-    for failure in reversed(in_flight):
-        made.requeue(failure)
-    assert saved(made, tmp_path / "one") == saved(resumed, tmp_path / "other")
-    assert [f.failure_id for f in made.dispatch(9, step=3)] == [f.failure_id for f in resumed.dispatch(9, step=3)]
-    assert [s.node for s in made.sample(3, step=3)] == [s.node for s in resumed.sample(3, step=3)]
-
-
 def test_a_bounded_pool_keeps_the_newest():
     pool = flat()
     pool.max_size = 2

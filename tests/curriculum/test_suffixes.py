@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from deepgrpo.curriculum.base import Correction
@@ -132,37 +131,3 @@ def test_entries_without_a_verdict_or_without_room():
     rows, metrics = attach.join(rows, groups, found, teacher_loss="sft", **FIELDS)
     assert not [row for row in rows if row.source == TEACHER] and metrics["teacher/suffix_too_long"] == 2
     assert attach.join([], [], {}, teacher_loss="luffy", **FIELDS)[0] == []
-
-
-def run(pool, steps):
-    """Each step: a batch if there is one, two failing groups, and answers to some of what waits, one left in flight."""
-    trace = []
-    for step in steps:
-        states = pool.sample(pool.num_to_inject(2), step)
-        groups = [scored([0.0, 1.0, 0.0], p) for p in prompts_of(states, step)]
-        mains = [main_group([0.0, 1.0, 0.0], step, (1, 2, last)) for last in (3, 4)]
-        found = [pool.continuation(s.node)[0].tolist() for s in states]
-        metrics = pool.observe([*mains, *groups], step)
-        for failure in pool.dispatch(2, step):
-            pool.resolve(failure, Correction(failure.response_ids[:1], as_ids([step, EOS]), 1.0, failure.response_ids[1:]), step)
-        trace.append(([s.ids.tolist() for s in states], found, metrics, dict(pool.metrics())))
-        pool.dispatch(1, step)
-    return trace
-
-
-def test_resumes_bit_for_bit(tmp_path):
-    whole, first, second = suffixes(), suffixes(), suffixes()
-    for step in range(1, 9):
-        for pool in (whole, first) if step <= 4 else (whole, second):
-            pool.trace = run(pool, [step])
-        if step == 4:
-            for pool, folder in ((first, tmp_path / "a"), (whole, tmp_path / "b")):
-                folder.mkdir()
-                pool.state(folder)
-            second.restore(tmp_path / "a")
-            whole.restore(tmp_path / "b")  # what was in flight waits again, in both
-        assert whole.trace == (first if step <= 4 else second).trace
-    assert whole.metrics()["failed_pool/dropped_age"] > 0 and np.isfinite(list(whole.metrics().values())).all()
-    with pytest.raises(ValueError, match="this run uses 'suffixes'"):
-        (tmp_path / "a" / "curriculum.json").write_text('{"pool": "flat", "version": 2}')
-        second.restore(tmp_path / "a")

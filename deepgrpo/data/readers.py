@@ -27,7 +27,7 @@ VERL = {
     "agent_name": Maybe(LINE),
 }
 NUMBER = Kind("a number, or text that holds one", lambda value: scalar(value) and bool(numbers(str(value))))
-COMPARED_AS_TEXT = ("deepgrpo.rewards.search_qa:grade", "deepgrpo.rewards.tables:grade")
+COMPARED_AS_TEXT = ("deepgrpo.rewards.qa:grade_search", "deepgrpo.rewards.qa:grade_table")
 ONE_TURN = frozenset({"reasoning_agent_loop", "treerl_agent_loop", "single_turn_agent"})  # what `loop` is here, by other names
 KEYLESS = frozenset({"dabstep"})  # sources whose answers are not public, so that an empty key is no defect
 

@@ -33,7 +33,7 @@ class Grader:
     """An entry of GRADERS.
 
     path: "module:function", imported when it is first needed; "" for sources that `external.ExternalGrading` grades.
-    leaks: pattern of a text that states a final answer or begins to: no locked prefix may hold one. "": the module's LEAK.
+    leaks: pattern of a text that states a final answer or begins to: no locked prefix may hold one.
     family: "boxed", "number" or "formula" if `rewards.extract` applies.
     checks_steps: its grades carry `right_prefix`.
     seconds: deadline of an answer, where rewards.deadline is too short for what it does.
@@ -41,7 +41,7 @@ class Grader:
     """
 
     path: str
-    leaks: str = ""
+    leaks: str
     family: str = ""
     checks_steps: bool = False
     seconds: float | None = None
@@ -59,15 +59,12 @@ GRADERS: dict[str, Grader] = {
         Grader("deepgrpo.rewards.math:grade", BOXED, "boxed"),
     ),
     "DeepScaleR": Grader("deepgrpo.rewards.math:grade_declared", BOXED, "formula"),
-    **dict.fromkeys(
-        ("hotpotqa", "2wikimultihopqa", "musique", "bamboogle"),
-        Grader("deepgrpo.rewards.search_qa:grade"),
-    ),
+    **dict.fromkeys(("hotpotqa", "2wikimultihopqa", "musique", "bamboogle"), Grader("deepgrpo.rewards.qa:grade_search", TAG)),
     **dict.fromkeys(
         ("finqa", "hybridqa", "ottqa", "multihiertt", "wikitq", "reasoning-table"),
-        Grader("deepgrpo.rewards.tables:grade"),
+        Grader("deepgrpo.rewards.qa:grade_table", rf"{TAG}|\banswer\b[\s*_]{{0,4}}[:\uff1a]|\banswer\s+is\b"),
     ),
-    "DABench": Grader("deepgrpo.rewards.tables:grade_named", f"{TAG}|@\\w+\\["),
+    "DABench": Grader("deepgrpo.rewards.qa:grade_named", f"{TAG}|@\\w+\\["),
     **dict.fromkeys(("datatask", "research", "dabstep_research", "dabstep", "DSBench_data_analysis"), Grader("", TAG)),
     "DSBench_data_modeling": Grader("", TAG),
     "ds1000": Grader("", r"```|<\s*code\b"),
@@ -243,11 +240,51 @@ def leaks_answer(data_source: str, text: str) -> bool:
 
     Sources with a grader of the user's own are judged by every mark of a final answer that any grader here knows.
     """
-    grader = GRADERS.get(canonical(data_source), Grader("", ANY))
-    leaks = grader.leaks or sys.modules[resolve(grader.path).__module__].LEAK
+    leaks = GRADERS.get(canonical(data_source), Grader("", ANY)).leaks
     return any(_pattern(leaks).search(spelling) for spelling in (text, latex.clean_lines(text)))
 
 
 @functools.cache
 def _pattern(leaks: str) -> re.Pattern:
     return re.compile(leaks, re.IGNORECASE)
+
+
+#### How a final answer must be written
+
+# The prompt may leave it out (a bare question, another template). The teacher is told all the same: a right answer in another
+# form is a wrong one.
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """says: for the teacher. mark: what a text that asks for this form holds, whatever its case."""
+
+    says: str
+    mark: str
+
+
+FORMS = {
+    "box": Form("The final answer stands within \\boxed{} at the end.", "\\boxed"),
+    "mark": Form('The last line is "#### " and the final answer.', "####"),
+    "answer_tag_lenient": Form("The final answer stands between <answer> and </answer> at the end.", "<answer>"),
+    "answer_tag": Form("The reasoning ends with </think> <answer>, then come the answer and </answer>.", "</think> <answer>"),
+    "code": Form("The code stands in one block between ```python and ```.", "```"),
+}
+
+
+def answer_form(source: str, rubric: Rubric) -> Form | None:
+    """Returns the form that a source's grader looks for; None for a grader of the user's own, whose form nobody knows."""
+    if source in rubric.own_graders():
+        return None
+    grader = GRADERS[canonical(source)]
+    if grader.family and rubric.extract.startswith("answer_tag"):
+        return FORMS[rubric.extract]
+    if grader.family == "number" or grader.checks_steps:
+        return FORMS["mark"]
+    return FORMS["box" if grader.family else "code" if canonical(source) == "ds1000" else "answer_tag_lenient"]
+
+
+def missing_form(told: str, source: str, rubric: Rubric) -> str:
+    """Returns what the teacher must be told about the answer's form beyond `told`; "" if nothing is missing."""
+    form = answer_form(source, rubric)
+    return "" if form is None or form.mark in told.lower() else form.says

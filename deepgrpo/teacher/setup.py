@@ -12,8 +12,7 @@ from deepgrpo.curriculum import pool_class
 from deepgrpo.curriculum.base import Curriculum
 from deepgrpo.endpoint.cache import ReplyCache
 from deepgrpo.endpoint.client import open_client
-from deepgrpo.rewards.answer_form import missing_form
-from deepgrpo.rewards.grade import leaks_answer
+from deepgrpo.rewards.grade import leaks_answer, missing_form
 from deepgrpo.rewards.rubric import Rubric
 from deepgrpo.teacher import oracle
 from deepgrpo.teacher.annotate import Annotator, Grader

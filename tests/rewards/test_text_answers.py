@@ -1,13 +1,11 @@
 """Answers that are words, numbers, dates or named values: questions about tables, DABench, and multi-hop search."""
 
-import re
-
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 
 from deepgrpo.rewards import grade as graders
-from deepgrpo.rewards import normalise, search_qa, tables
+from deepgrpo.rewards import normalise
 from deepgrpo.rewards.answer import Answer
 from tests.rewards.test_compare import read_pairs
 
@@ -80,7 +78,6 @@ def test_keys():
     for source, nothing in (("finqa", ""), ("hotpotqa", []), ("hotpotqa", [None, ""]), ("DABench", []), ("DABench", [["m"]])):
         grade = graded(source, "<answer>5</answer>", nothing)
         assert grade.reward is None and grade.reason == "bad_key"
-    assert re.search(tables.LEAK, "so **answer**: Oslo") and not re.search(tables.LEAK, "Let me answer the question.")
 
 
 @hypothesis.settings(max_examples=100, deadline=None)
@@ -164,7 +161,7 @@ def test_a_prefix_is_part_of_the_structure_but_earns_nothing(cut):
     assert graded("hotpotqa", GOOD[cut:], ["Danube"], prefix=GOOD[:cut]).reward == 1.0
     assert graded("hotpotqa", "", ["Danube"], prefix=GOOD).reward == 0.0
     assert graded("hotpotqa", "Danube</answer>", ["Danube"], prefix=GOOD.removesuffix("Danube</answer>")).answer == ""
-    assert re.search(search_qa.LEAK, GOOD) and not re.search(search_qa.LEAK, GOOD[: GOOD.index("<answer>")])
+    assert graders.leaks_answer("hotpotqa", GOOD) and not graders.leaks_answer("hotpotqa", GOOD[: GOOD.index("<answer>")])
 
 
 #### Any text

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deepgrpo.rewards import grade as graders
-from deepgrpo.rewards import search_qa, verdict
+from deepgrpo.rewards import qa, verdict
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.rubric import Rubric
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
@@ -105,7 +105,7 @@ def test_bonuses_make_no_success_and_their_lack_no_failure(threshold):
 def test_structure_is_no_success():
     structured = "<think>t</think><answer>Rhine</answer>"
     grades = [
-        search_qa.grade(Answer("hotpotqa", "?", "", response, "stop", ["Danube"]))
+        qa.grade_search(Answer("hotpotqa", "?", "", response, "stop", ["Danube"]))
         for response in (structured, "<answer>Rhine</answer>", "x", structured.replace("Rhine", "Danube"))
     ]
     assert [grade.reward for grade in grades] == pytest.approx([0.2, 0.1, 0.0, 1.0])

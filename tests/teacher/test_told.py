@@ -8,7 +8,7 @@ from deepgrpo.data import dataset, templates
 from deepgrpo.data.tokenizer import load_tokenizer
 from deepgrpo.rewards import grade as grade_lib
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.answer_form import answer_form, missing_form
+from deepgrpo.rewards.grade import answer_form, missing_form
 from deepgrpo.rewards.rubric import Rubric
 from deepgrpo.teacher import prompts
 from tests.data.small_tokenizer import write

@@ -1,7 +1,7 @@
-"""The graders of questions about tables: finqa, hybridqa, ottqa, multihiertt, wikitq, reasoning-table, and DABench.
+"""The graders of questions whose answers are words, numbers or dates: about tables, DABench, and multi-hop search.
 
-There is one extractor for all: the answer pairs of the response (`<Answer>` or `<answer>`), each of which must be right, else its
-last `Answer:` line. A response without either has no final answer. The comparison is the source's (`RULES`):
+Tables and DABench have one extractor: the answer pairs of the response (`<Answer>` or `<answer>`), each of which must be right,
+or else its last `Answer:` line. A response without either has no final answer. The comparison is the source's (`RULES`):
 
     finqa               numbers agree in the coarser of the two written precisions (see `normalise.rounded`); (3.2) is -3.2
     multihiertt         numbers agree within 1e-5 of the key
@@ -15,9 +15,7 @@ from typing import Any
 
 from deepgrpo.rewards import latex, normalise
 from deepgrpo.rewards.answer import MAX_STATED, Answer, own_words, usable_keys, worst
-from deepgrpo.types import Grade
-
-LEAK = r"<\s*/?\s*answer\b|\banswer\b[\s*_]{0,4}[:\uff1a]|\banswer\s+is\b"  # of a prefix that states an answer, or begins to
+from deepgrpo.types import TASK, Grade
 
 PLAIN = normalise.Rules(bare_units=True)
 RULES = {
@@ -36,7 +34,7 @@ _IN_SCALE = re.compile(r"(?:\bin |\()(?:u\.?s\.? )?(?:\w+ (?:of )?)?(?:thousands
 _WRAPPERS = " \t\r\n*_`\"'\u201c\u201d\u2018\u2019"
 
 
-def grade(answer: Answer) -> Grade:
+def grade_table(answer: Answer) -> Grade:
     """Returns 1 if the final answer says the same as the key, else 0; no verdict where the row has no usable key."""
     found, keys = stated(own_words(answer.response)), usable_keys(answer.ground_truth)
     if len(keys) > 1 and answer.data_source in LISTS:
@@ -143,3 +141,57 @@ def _number(text: str) -> float | None:
         return None if "_" in text else float(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text)
     except ValueError:
         return None
+
+
+#### Search: hotpotqa, 2wikimultihopqa, musique, bamboogle
+
+# The answer pairs of the response count that stand outside of thoughts, queries and retrieved passages. A second one that does
+# not say the same as a golden answer is hedging. In training a part of the reward is for structure: prefix and response, as one
+# text, must be think -> (search -> information -> think)* -> answer, with nothing but white space in between. In validation the
+# reward is 0 or 1. A wrong answer earns up to 0.2 in training, and is a failure all the same: success is the answer's own part.
+STRUCTURE = 0.2  # reward of valid structure without a right answer; a right answer in invalid structure loses as much
+ANSWERED = 0.1  # reward of a wrong answer in invalid structure
+
+_SEARCH_TAG = re.compile(r"<(/?)(think|search|information|answer)>")
+_THINK, _SEARCH, _INFORMATION, _ANSWER = (
+    rf"\s*<{name}>(?:(?!</?(?:think|search|information|answer)>)[\s\S])*</{name}>"
+    for name in ("think", "search", "information", "answer")
+)
+_STRUCTURE = re.compile(rf"{_THINK}(?:{_SEARCH}{_INFORMATION}{_THINK})*{_ANSWER}\s*")
+
+
+def grade_search(answer: Answer) -> Grade:
+    """Returns the reward for structure and answer; no verdict where the row has no usable golden answer."""
+    response = own_words(answer.response)
+    found = final_answers(answer.prefix, response)
+    last = found[-1][:200] if found else ""
+    if not (golden := usable_keys(answer.ground_truth)):
+        return Grade(None, bool(found), "bad_key", last)
+    right = bool(found) and all(any(normalise.same(key, one, normalise.Rules()) for key in golden) for one in found[-MAX_STATED:])
+    reason = "right" if right else "wrong" if found else "unformatted"
+    reward = task = float(right)
+    if not answer.validation:
+        valid = bool(response.strip()) and _STRUCTURE.fullmatch(answer.prefix + response) is not None
+        reward = 1 - STRUCTURE * (not valid) if right else STRUCTURE if valid else ANSWERED * bool(found)
+    # What is not for the right answer itself is a part of its own: it makes no success.
+    parts = ((TASK, task), ("structure", reward - task)) if reward != task else ()
+    return Grade(reward, bool(found), reason, last, parts=parts)
+
+
+def final_answers(prefix: str, response: str) -> list[str]:
+    """Returns what stands in the answer pairs that `response` opens and closes outside of other tags; [] if the last is empty."""
+    text = prefix + response
+    tags = list(_SEARCH_TAG.finditer(text))
+    last_close = {tag[2]: tag.start() for tag in tags if tag[1]}
+    inside, opened, found = "", None, []
+    for tag in tags:
+        closes, name = bool(tag[1]), tag[2]
+        if inside:
+            inside = "" if closes and name == inside else inside
+        elif name == "answer":
+            if closes and opened is not None:
+                found.append(text[opened : tag.start()].strip())
+            opened = tag.end() if not closes and tag.start() >= len(prefix) else None
+        elif not closes and last_close.get(name, -1) > tag.start():
+            inside, opened = name, None
+    return list(filter(None, found)) if found and found[-1] else []

@@ -14,18 +14,21 @@ from deepgrpo.rewards.grade import grade
 from deepgrpo.rewards.rubric import Rubric
 from deepgrpo.rewards.service import GradingService
 
-SIZE = 60_000
+SIZE = 30_000
 PIECES = [
-    *("(", "7", "ab", "1+"),
-    *(" ", "\n", "{", "\\boxed{", "\\boxed{5} and ", "#", "#### 5\n", "1,", "1 ", "answer is ", "The answer: ", "\\text{", "'"),
-    *("\\sqrt{", "\\frac{1}{", "<answer>", "<answer>5</answer>", "5 hours and ", "is ", "(C) ", "\\pm 1", "\\begin{pmatrix} 1 &"),
+    *("ab", "1+", "@x[", "and ", "may 1 ", "<think>", "</search>", "<answer></think>", "Answer:", *"([%7| \n{#'\ufdfa"),
+    *("\\boxed{", "\\boxed{5} and ", "#### 5\n", "1,", "1 ", "answer is ", "The answer: ", "\\text{", "\\begin{pmatrix} 1 &"),
+    *("\\sqrt{", "\\frac{1}{", "<answer>", "<answer>5</answer>", "5 hours and ", "is ", "(C) ", "\\pm 1"),
 ]
 TOWERS = [
     *("9**9**9**9", "9^{9^{9^9}}", "(x+1)^{99999999}", "\\binom{1000000000}{500000000}", "\\binom{x}{999}", "((9!)!)!"),
     "e^{e^{e^{e^{e}}}}",
 ]
 KEYS = ("\\frac{14}{3}", "\\int_0^1 x\\,dx", "\\begin{vmatrix} 1 & 2 \\\\ 3 & 4 \\end{vmatrix}")  # our parser knows the first
-SOURCES = {"MATH": ("\\boxed{%s}", ["\\frac{14}{3}"]), "GSM8K": ("#### %s", "5"), "wikitq": ("<answer>%s</answer>", "a|b")}
+SOURCES = {
+    **{"MATH": ("\\boxed{%s}", ["\\frac{14}{3}"]), "GSM8K": ("#### %s", "5"), "wikitq": ("<answer>%s</answer>", "a|b")},
+    **{"hotpotqa": ("<think>%s</think><answer>%s</answer>", ["a"]), "DABench": ("<answer>@x[%s]</answer>", [["x", "1"]])},
+}
 
 
 def test_the_cost_of_a_verdict_is_bounded():
@@ -34,7 +37,7 @@ def test_the_cost_of_a_verdict_is_bounded():
         for source, (frame, key) in SOURCES.items()
         for piece in PIECES
         for body in [piece * (SIZE // len(piece))]
-        for text in (frame % body, frame % body[:9000], body + frame % "5")
+        for text in (frame.replace("%s", body), frame.replace("%s", body[:9000]), body + frame.replace("%s", "5"))
     ]
     answers += [Answer("MATH", "", "", f"\\boxed{{{tower}}}", "stop", [key]) for tower in TOWERS for key in KEYS]
     with GradingService(workers=2, deadline=60.0, sources=set(SOURCES)) as service:

@@ -194,11 +194,3 @@ def test_any_text_has_a_verdict(text):
     for source, key in KEYS.items():
         for response in (text, f"Answer: {text}", f"<Answer>@x[{text}]</Answer>"):
             assert 0 <= graded(source, response, key, question=text, prefix=text).reward <= 1
-
-
-@pytest.mark.parametrize("piece", [*PIECES, *TAGS, "<answer>x", "@x[]", "<answer></think>", "\u00e9"])
-def test_long_hostile_text_has_a_verdict(piece):
-    for source in ("finqa", "wikitq", "hotpotqa", "DABench"):
-        for frame in ("{}", "<answer>{}</answer>", "<answer>@x[{}]</answer>"):
-            text = frame.replace("{}", piece * (100_000 // len(piece)))
-            assert graded(source, text, KEYS[source], validation=True).reward == 0

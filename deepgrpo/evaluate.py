@@ -28,8 +28,8 @@ import jax
 
 from deepgrpo import config as config_lib
 from deepgrpo.config import flags
-from deepgrpo.config.constraints import CHOICES
 from deepgrpo.config.streams import steady, tool
+from deepgrpo.config.values import CHOICES
 from deepgrpo.data import dataset as dataset_lib
 from deepgrpo.data import readers, templates
 from deepgrpo.data import tokenizer as tokenizer_lib

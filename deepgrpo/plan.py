@@ -23,7 +23,7 @@ import numpy as np
 
 from deepgrpo import config as config_lib
 from deepgrpo.config import flags as flags_lib
-from deepgrpo.config.constraints import ORACLE
+from deepgrpo.config.rules import ORACLE
 from deepgrpo.config.streams import tool
 from deepgrpo.curriculum import pool_class
 from deepgrpo.data import dataset as dataset_lib

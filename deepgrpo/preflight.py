@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from ml_collections import config_dict
 
 from deepgrpo.config import forest_folder
-from deepgrpo.config.constraints import ORACLE
 from deepgrpo.config.errors import ConfigError, Finding, describe
-from deepgrpo.config.silent_rules import settings_problems
+from deepgrpo.config.rules import ORACLE, settings_problems
 from deepgrpo.weights import room
 
 DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave behind; asking JAX would start its backends

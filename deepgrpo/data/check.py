@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from deepgrpo.config.constraints import replaces_none
 from deepgrpo.config.errors import Finding
+from deepgrpo.config.rules import replaces_none
 from deepgrpo.data import tables
 from deepgrpo.data.cells import TEXT, DataError
 from deepgrpo.data.dataset import listed, usable_rows

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from configs import common
-from deepgrpo.config import objective_rules
+from deepgrpo.config import values
 from deepgrpo.learner import objective as losses
 from deepgrpo.learner.objective import BRANCH, MAIN, NO_LOSS, TEACHER, Objective
 from deepgrpo.learner.token_losses import moved_token, sequence_log_ratio
@@ -153,8 +153,8 @@ def test_names_of_the_kl_and_of_the_config():
     section.kl_type = "off"
     assert Objective.from_config(section).kl_coef == 0.0
     for name, known in losses.CHOICES.items():
-        assert set(known) <= set(objective_rules.CHOICES[f"objective.{name}"])
-    assert set(objective_rules.CHOICES["objective.kl_type"]) == losses.KL_NAMES.keys()
+        assert set(known) <= set(values.CHOICES[f"objective.{name}"])
+    assert set(values.CHOICES["objective.kl_type"]) == losses.KL_NAMES.keys()
 
 
 @pytest.mark.parametrize(

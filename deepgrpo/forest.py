@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,16 +97,11 @@ def show(args: argparse.Namespace) -> None:
     most = usual if args.tokens is None else args.tokens
     made = forest_view.rows(opened.saved, numbers, decoder_of(opened, args.ids), opened.now, most)
     if args.json:
-        json.dump(
-            {"forest": opened.title, "summary": forest_view.summary(opened.saved), "states": made},
-            sys.stdout,
-            default=np.ndarray.tolist,
-        )
-        print()
+        whole = {"forest": opened.title, "summary": forest_view.summary(opened.saved), "states": made}
+        print(json.dumps(whole, default=np.ndarray.tolist))
         return
     if args.html:
-        pieces = forest_view.html_page(opened.saved, forest_view.depth_first(made), opened.title)
-        replace_text(args.html, "".join(pieces))
+        replace_text(args.html, forest_view.html_page(opened.saved, made, opened.title))
         print(f"{len(numbers)} trees, {len(made) - len(numbers)} states -> {args.html}")
         return
     console = terminal.Console()
@@ -147,8 +141,7 @@ def diff(args: argparse.Namespace) -> None:
         for change in changes
     ]
     if args.json:
-        json.dump({"first": first.title, "second": second.title, "summary": numbers, "differences": lines}, sys.stdout)
-        print()
+        print(json.dumps({"first": first.title, "second": second.title, "summary": numbers, "differences": lines}))
         return
     print(f"{first.title} -> {second.title}")
     for name, number in numbers.items():
@@ -267,7 +260,7 @@ def parser() -> argparse.ArgumentParser:
         )
         return one
 
-    one = command(show, "Shows what is in a forest: a summary, then a tree a prompt.")
+    one = command(show, "Shows what is in a forest: a summary, then the tree of each prompt.")
     one.add_argument("run", type=pathlib.Path, metavar="RUN")
     one.add_argument("--tree", type=natural, help="only this one, by its number")
     one.add_argument("--sort", choices=sorted(forest_view.SORTS), default="made")
@@ -295,13 +288,11 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--stale", type=natural, metavar="STEPS", help="without states not rolled out for so long")
     one.add_argument("--older-than", type=natural, metavar="STEPS", help="without states and failures made so long ago")
     one.add_argument("--longer-than", type=natural, metavar="TOKENS", help="without longer states, prompt included")
-    one.add_argument(
-        "--max-nodes", type=natural, metavar="N", help="so many a tree, its root included: active and young ones first"
-    )
+    one.add_argument("--max-nodes", type=natural, metavar="N", help="keep so many of a tree: active and young ones first")
     one.add_argument("--drop-tree", type=natural, action="append", default=[], dest="drop_trees", metavar="N", help="repeatable")
     writes(one)
 
-    one = command(export, "Writes a data set, a line a hard state; the reader verl of data.train reads its questions.")
+    one = command(export, "Writes a data set, one line for each hard state; the reader verl of data.train reads its questions.")
     one.add_argument("run", type=pathlib.Path, metavar="RUN")
     one.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file to make; must not exist")
     one.add_argument("--active", action="store_true", help="without retired states")

@@ -1,11 +1,11 @@
-"""What people look at in a saved forest: a row a state with its texts, as a tree in the terminal, as one HTML file, as data.
+"""What people look at in a saved forest: each state as a row with its texts, in the terminal, in one HTML file, as data.
 
 Texts are decoded for the eye only; the ids are what the forest holds.
 """
 
 import html
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -55,7 +55,7 @@ def texts_after(pieces: Sequence[tuple[Ids, Ids]], decode: Decode) -> list[str]:
 
 
 def rows(saved: SavedForest, trees: Sequence[int], decode: Decode | None, now: int, most: int = 0) -> list[dict[str, Any]]:
-    """A row a state of the given trees (numbers in insertion order), parents before children; `*_ids` are int32[len].
+    """One row for each state of the given trees (numbers in insertion order), parents before children; `*_ids` are int32[len].
 
     depth: tokens of the locked prefix. k_succ, k_total: of the last group, None if there was none. age: steps since it was made,
     at step `now`. prefix: the whole locked prefix, whose last `new` tokens (`new_text`) the parent lacks. provenance: the failed
@@ -196,7 +196,7 @@ def summary_table(saved: SavedForest, title: str) -> Table:
 
 
 def terminal_trees(made: Sequence[dict[str, Any]]) -> list[Branch]:
-    """One a prompt, of rows in the order of `rows`."""
+    """One for each prompt, of rows in the order of `rows`."""
     branches: dict[int, Branch] = {}
     roots = []
     for row in made:
@@ -215,9 +215,7 @@ def terminal_trees(made: Sequence[dict[str, Any]]) -> list[Branch]:
 
 
 def _facts(row: dict[str, Any]) -> str:
-    seen = (
-        "never rolled out" if not row["observations"] else f"{row['k_succ']}/{row['k_total']} right, seen {row['observations']}x"
-    )
+    seen = f"{row['k_succ']}/{row['k_total']} right, seen {row['observations']}x" if row["observations"] else "never rolled out"
     facts = [
         f"state {row['node']}",
         f"{row['depth']} tokens",
@@ -254,50 +252,32 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.2em 0;font:13px/1.4 ui-m
 """
 
 
-def html_page(saved: SavedForest, made: Sequence[dict[str, Any]], title: str) -> Iterator[str]:
-    """One self-contained page in pieces, of rows in the order of `depth_first`: no script, nothing fetched."""
-    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{_STYLE}</style>"
-    yield f"<h1>{html.escape(title)}</h1><table>"
-    for name, value in summary(saved).items():
-        yield f"<tr><td>{html.escape(name)}<td>{'-' if value is None else html.escape(str(value))}</tr>"
-    yield (
-        "</table><p>One block a prompt, inside it its states: <span class=new>what the state adds to its parent</span> "
+def html_page(saved: SavedForest, made: Sequence[dict[str, Any]], title: str) -> str:
+    """One self-contained page, of rows in the order of `rows`: no script, nothing fetched."""
+    inside: dict[int | None, list[str]] = {}  # the blocks in that of a state, last one first; None: the trees
+    for row in reversed(made):
+        blocks = "".join(reversed(inside.pop(row["node"], [])))
+        inside.setdefault(row["parent"], []).append(_html_block(row, blocks))
+    facts = [(name, "-" if value is None else str(value)) for name, value in summary(saved).items()]
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{_STYLE}</style>"
+        f"<h1>{html.escape(title)}</h1><table>"
+        + "".join(f"<tr><td>{html.escape(name)}<td>{html.escape(value)}</tr>" for name, value in facts)
+        + "</table><p>Each prompt is a block with its states inside: <span class=new>what the state adds to its parent</span> "
         f"<span class=cut>{CUT}</span> <span class=suffix>the teacher's continuation</span>, and "
         "<span class=failed>what the student had written instead</span>.</p>"
+        + "".join(reversed(inside.get(None, [])))
+        + "</html>\n"
     )
-    open_nodes: list[int] = []
-    for row in made:
-        while open_nodes and open_nodes[-1] != row["parent"]:
-            yield "</details>" if len(open_nodes) == 1 else "</div>"
-            open_nodes.pop()
-        open_nodes.append(row["node"])
-        yield _html_root(row) if row["parent"] is None else _html_node(row)
-    for depth in range(len(open_nodes), 0, -1):
-        yield "</details>" if depth == 1 else "</div>"
-    yield "</html>\n"
 
 
-def _html_root(row: dict[str, Any]) -> str:
-    question = html.escape(row["question"])
-    return f"<details><summary>tree {row['tree']}: {question} <span class=facts>{html.escape(_facts(row))}</span></summary>"
-
-
-def _html_node(row: dict[str, Any]) -> str:
+def _html_block(row: dict[str, Any], children: str) -> str:
+    facts = html.escape(_facts(row))
+    if row["parent"] is None:
+        question = html.escape(row["question"])
+        return f"<details><summary>tree {row['tree']}: {question} <span class=facts>{facts}</span></summary>{children}</details>"
     new, suffix, failed = map(html.escape, _texts(row))
     return (
-        f"<div class='node{'' if row['active'] else ' retired'}'><div class=facts>{html.escape(_facts(row))}</div>"
-        f"<pre><span class=new>{new}</span><span class=cut> {CUT} </span>"
-        f"<span class=suffix>{suffix}</span></pre><pre class=failed>{failed}</pre>"
+        f"<div class='node{'' if row['active'] else ' retired'}'><div class=facts>{facts}</div><pre><span class=new>{new}</span>"
+        f"<span class=cut> {CUT} </span><span class=suffix>{suffix}</span></pre><pre class=failed>{failed}</pre>{children}</div>"
     )
-
-
-def depth_first(made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows so that a state's descendants follow it at once."""
-    children: dict[int | None, list[dict[str, Any]]] = {}
-    for row in made:
-        children.setdefault(row["parent"], []).append(row)
-    stack, order = list(reversed(children.get(None, []))), []
-    while stack:
-        order.append(stack.pop())
-        stack += reversed(children.get(order[-1]["node"], []))
-    return order

@@ -130,7 +130,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.rewards.extra = ()  # further rewards: "NAME=WEIGHT"; NAME: format | length | repetition | package.module:function
     config.rewards.graders = ()  # graders of your own: "SOURCE=package.module:function"
     config.rewards.workers = 2  # grader processes
-    config.rewards.waiting_workers = 8  # more of them, for sources whose grader waits for a judge or a program
     config.rewards.deadline = (
         5.0  # seconds an answer; a worker past it is killed (rewards/service.py); some graders have their own
     )
@@ -153,8 +152,6 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.sandbox = section()  # for data sources that run code of the model's (ds1000, DSBench_data_modeling, agents)
     config.sandbox.allow_network = False  # True: run it even where it cannot be isolated, as the trainer's user, with the network
-    config.sandbox.max_concurrent = 4  # programs at once
-    config.sandbox.seconds = 120.0  # of one DS-1000 answer, wall clock
 
     config.curriculum = section()
     config.curriculum.pool = (
@@ -218,13 +215,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.objective.zero_gradient_rows = "drop"  # rows of groups without contrast: drop | keep (KL and denominators count them)
     config.objective.overlong = "none"  # answers cut by max_model_len: none (failures) | mask (as if without a verdict) | soft
     config.objective.overlong_buffer = 0  # soft: the reward falls linearly over so many tokens below max_model_len
-    config.objective.overlong_penalty = 1.0  # soft: by how much it has fallen at the end
     config.objective.ratio = "token"  # of policy and old policy: token | sequence (GSPO) | sequence_token (GSPO-token)
     config.objective.clip_low = 0.2  # ratio clipped below 1 - clip_low
     config.objective.clip_high = 0.28  # and above 1 + clip_high
     config.objective.clip_c = 3.0  # dual clip: loss of a negative advantage is at most -A * clip_c; > 1
-    config.objective.sequence_clip_low = 3e-4  # clip_low of ratios of sequences
-    config.objective.sequence_clip_high = 4e-4  # clip_high of ratios of sequences
     config.objective.aggregation = "token_mean"  # over a mini-batch: token_mean | sequence_mean | dr_grpo
     config.objective.length_constant = 0  # dr_grpo: tokens that every row's sum is divided by; > 0
     config.objective.kl_coef = 1e-4  # weight of the KL penalty to the initial policy; 0: no reference pass
@@ -237,8 +231,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.objective.teacher_reduction = "mixed_token_mean"  # one mean with student tokens | separate_stream_mean: a mean each
     config.objective.teacher_coef = 1.0  # separate_stream_mean: weight of the teacher's mean
     config.objective.auto_teacher_coef = False  # times a running ratio of the students' part of the loss to the teacher's
-    config.objective.auto_coef_init = 0.1  # its first value
-    config.objective.auto_coef_decay = 0.9  # what of it a mini-batch keeps
     config.objective.luffy_gamma = 0.1  # luffy: a token of probability p weighs p / (p + gamma)
     config.objective.snis_beta = 1.0  # snis: temperature of the weights exp(advantage / beta)
     config.objective.tis_cap = (
@@ -249,20 +241,14 @@ def get_config() -> ml_collections.ConfigDict:
     config.optim.lr = 1e-6
     config.optim.schedule = "constant"  # constant | cosine
     config.optim.warmup_steps = 0  # training steps of linear warm-up
-    config.optim.b1 = 0.9
     config.optim.b2 = 0.999
-    config.optim.eps = 1e-8
     config.optim.weight_decay = 0.01  # decoupled, on all parameters
     config.optim.grad_clip = 1.0  # global norm
     config.optim.teacher = section()  # AdamW of objective.teacher_update=post_ppo: moments of its own, a constant rate
     config.optim.teacher.lr = -1.0  # -1: optim.lr
-    config.optim.teacher.weight_decay = -1.0  # -1: optim.weight_decay
-    config.optim.teacher.b1 = -1.0  # -1: optim.b1
-    config.optim.teacher.b2 = -1.0  # -1: optim.b2
     config.optim.teacher.mini_batch_rows = 64  # teacher rows of an optimizer step
     config.optim.teacher.allow_partial = False  # True: rows that fill no mini-batch are trained in a smaller one
     config.optim.mini_batch_prompts = 16  # times rollout.n: rows an optimizer step
-    config.optim.mini_batch_by = "groups"  # what is shuffled into mini-batches: groups | rows (strict_reference: always rows)
     config.optim.ppo_epochs = 1  # passes over a step's rows
 
     config.learner = section()
@@ -271,8 +257,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.learner.buckets = (256, 512, 768, 1024)  # row lengths that are compiled; the last must hold rollout.max_model_len
     config.learner.share_prefix = True  # compute the prompt that rows share once: packed rows see T / 2 tokens of other rows
     config.learner.logprob_block = 1024  # tokens whose logits exist at once on a device
-    config.learner.compile_ahead = True  # compile every program of the run from the start, in the background; False: when needed
-    config.learner.peak_flops = 0.0  # FLOP/s of a device, for perf/mfu; 0: by its name, where it is known
     config.learner.coordinator = ""  # HOST:PORT of process 0, for a learner of several processes; "": the scheduler's, or alone
     config.learner.num_processes = 1  # with a coordinator: processes of the learner
     config.learner.process_id = 0  # with a coordinator: number of this one; 0 runs the training loop
@@ -282,7 +266,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.validation.before_train = True
     config.validation.n = 1  # answers a problem
     config.validation.temperature = 0.0  # 0: greedy
-    config.validation.top_p = 1.0
 
     config.evaluation = section()  # python -m deepgrpo.evaluate, on the sets of data.validation
     config.evaluation.n = 1  # answers a problem
@@ -292,7 +275,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.max_new_tokens = 0  # tokens of a response; 0: what rollout.max_model_len leaves after the prompt
     config.evaluation.truncated = "zero"  # an answer that a limit cut off: zero (as in training) | graded (like any other)
     config.evaluation.second_grader = ""  # marks all answers too, for a further column: as rewards.grader; "": none
-    config.evaluation.chunk = 256  # problems whose answers are written together; a killed evaluation goes on after them
 
     config.checkpoint = section()
     config.checkpoint.every = 10  # steps; also at the end and on SIGTERM, SIGINT, SIGHUP, SIGUSR1; 0: only those

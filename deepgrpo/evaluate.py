@@ -99,6 +99,7 @@ def configure(args: argparse.Namespace, rest: list[str]):
 log = logging.getLogger("deepgrpo.evaluate")  # by its name: __name__ is __main__ here
 
 LOOPS = {"reasoning": reasoning.run, "treerl": reasoning.run}  # trees are for training
+CHUNK = 256  # problems whose answers are written together; a killed evaluation goes on after them
 GRADING_PATIENCE = 20  # deadlines of one answer that a chunk may wait for verdicts after its last rollout
 
 
@@ -161,7 +162,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
     if templates.prints_date(data.template, tokenizer):
         protocol["date"] = date
     where = {"path": str(step or pathlib.Path(config.model.path).absolute()), "weights": fixed.digest(config.model.path, step)}
-    settings = {"protocol": protocol, "model": where, "seed": config.seed, "chunk": keys.chunk, "left_out": left_out}
+    settings = {"protocol": protocol, "model": where, "seed": config.seed, "chunk": CHUNK, "left_out": left_out}
     settings["second_grader"] = keys.second_grader
     settings["selection"] = selection(step, loaded)
     record = answers_lib.AnswerLog(out, settings)
@@ -169,7 +170,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
     ################################################################################################################
     #  Answers, chunk by chunk
     ################################################################################################################
-    chunks = [(spec, start) for spec, problems in loaded.items() for start in range(0, len(problems), keys.chunk)]
+    chunks = [(spec, start) for spec, problems in loaded.items() for start in range(0, len(problems), CHUNK)]
     missing = [(spec, start) for spec, start in chunks if f"{spec}#{start}" not in record.chunks]
     log.info("%s: %d of %d chunks are there", out, len(chunks) - len(missing), len(chunks))
     if missing:
@@ -182,7 +183,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
         setting = Setting(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * service.deadline)
         setup.done()
         for spec, start in missing:
-            part = loaded[spec][start : start + keys.chunk]
+            part = loaded[spec][start : start + CHUNK]
             prompts = [Prompt(p.prompt_ids, p, keys.n, f"{spec}#{p.index}") for p in part]
             groups = LOOPS[config.loop](setting, prompts, 0, f"evaluation:{file_of(spec)}:{start}")
             service.end_step()

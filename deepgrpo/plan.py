@@ -223,7 +223,7 @@ def rows_of_step(config: Any, work: Work, groups: list[tuple[int, int, float, in
 def mini_batches_of(config: Any, rows: list[Row]) -> list[list[Row]]:
     """The rows of each optimizer step of one epoch, cut as the learner cuts them."""
     o, optim = config.objective, config.optim
-    by = "rows" if config.strict_reference else optim.mini_batch_by
+    by = "rows" if config.strict_reference else "groups"
     return cut(
         rows,
         config.seed,
@@ -340,10 +340,10 @@ def steps_of(config: Any, work: Work, sampled: float) -> int | None:
 def seconds_of(config: Any, arguments: argparse.Namespace, work: float, rollout: float | None, notes: list[str]) -> dict:
     """Seconds of a step: model FLOPs `work` at the assumed utilisation, and rollouts; None where a speed is not known."""
     kind = DEVICES[arguments.device][0]
-    peak = config.learner.peak_flops or flops.peak(kind, config.model.dtype)
+    peak = flops.peak(kind, config.model.dtype)
     learner = work / (peak * arguments.mfu * arguments.devices) if peak else None
     if learner is None:
-        notes.append(f"FLOP/s of {kind} in {config.model.dtype} are not known: no seconds without learner.peak_flops")
+        notes.append(f"FLOP/s of {kind} in {config.model.dtype} are not known: no seconds")
     else:
         rate = f"{arguments.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s a device"
         notes.append(f"the learner reaches {rate} in what the mathematics asks for; recomputation comes on top")

@@ -128,7 +128,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         channel=channel,
     )
     del params  # the learner has its own copy
-    learner.prepare(config.learner.compile_ahead)
+    learner.prepare()
     stack.callback(learner.programs.close)
     if resumed is not None:
         arrays, host, folder = checkpoints.restore(resumed, learner.abstract_state())
@@ -189,7 +189,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     )
     setting = Setting(engine, grading, tokenizer, sampling, config.seed, GRADING_PATIENCE * grading.deadline)
     setting_of_others = dataclasses.replace(setting, tokenizer=tokenizer_lib.load_tokenizer(config.model.path))
-    greedy = with_sampling(setting, temperature=config.validation.temperature, top_p=config.validation.top_p, top_k=-1)
+    greedy = with_sampling(setting, temperature=config.validation.temperature, top_p=1.0, top_k=-1)
     timer, idle = Timer(), Idle()
 
     def draw(at: int) -> list[Prompt]:

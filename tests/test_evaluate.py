@@ -25,7 +25,7 @@ MODEL = dataclasses.replace(tiny.CONFIG, vocab_size=272)  # 12 rows more than th
 KEYS = {
     **{"requires_accelerator": False, "model.dtype": "float32", "learner.buckets": 64},
     **{"data.validation": "arithmetic:heldout:10:1,carry_chain:heldout:3", "data.template": "none", "data.max_prompt_length": 40},
-    **{"rollout.max_model_len": 64, "rollout.slots": 16, "rollout.decode_steps": 4, "evaluation.chunk": 4},
+    **{"rollout.max_model_len": 64, "rollout.slots": 16, "rollout.decode_steps": 4},
     **{"evaluation.max_new_tokens": 9, "evaluation.n": 4, "evaluation.temperature": 1.0, "rewards.workers": 1},
 }
 
@@ -45,6 +45,13 @@ def run(flags: list, out, **overrides) -> dict:
     line = [f"--config={ROOT / 'configs' / 'eval_seed.py'}", *(f"--config.{key}={value}" for key, value in keys.items())]
     args, rest = evaluate.arguments([*map(str, flags), f"--out={out}", *line])
     return evaluate.main(*evaluate.configure(args, rest), args.out)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_chunks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "CHUNK", 4)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ HARMLESS = (
     *("run_dir", "compilation_cache", "requires_accelerator", "model.origin"),
     *("data.origin", "data.validation", "data.validation_limit", "data.selection"),
     *("train.epochs", "train.steps", "train.student_tokens", "rewards.workers", "rewards.deadline"),
-    *("rewards.waiting_workers", "curriculum.start_from"),
+    *("curriculum.start_from"),
     *(
         "teacher.base_url",
         "teacher.api_key_env",
@@ -44,11 +44,15 @@ HARMLESS = (
         "judge.max_concurrent",
     ),
     *("judge.replay", "judge.token_budget", "judge.money_budget", "judge.prompt_price", "judge.completion_price"),
-    *("sandbox.allow_network", "sandbox.max_concurrent"),
+    "sandbox.allow_network",
     *("vllm.python", "vllm.servers", "vllm.attach", "vllm.token_env", "vllm.tensor_parallel", "vllm.gpu_ids", "vllm.block_size"),
     *("vllm.gpu_memory_utilization", "vllm.max_num_seqs", "vllm.max_concurrent", "vllm.request_deadline", "vllm.self_test"),
     *("vllm.control_deadline", "vllm.load_deadline", "vllm.start_deadline", "rollout.mismatch_alert", "weights."),
-    *("learner.coordinator", "learner.num_processes", "learner.process_id", "learner.compile_ahead", "learner.peak_flops"),
+    *(
+        "learner.coordinator",
+        "learner.num_processes",
+        "learner.process_id",
+    ),
     *("validation.", "evaluation.", "checkpoint.", "telemetry.", "diagnostics."),
 )
 LENGTH = ("train.epochs", "train.steps")  # not harmless when the learning rate depends on the run's length

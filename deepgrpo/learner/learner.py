@@ -83,9 +83,9 @@ class Learner:
         self.shapes = batch_shapes(self.objective, optim, learner, rollout_n, max_rows, shards)
         backend = backends.settle(attention, model_config, self.mesh, dtype, self.shapes[-1])
         self.model = Transformer(model_config, dtype=dtype, remat=remat, placement=Placement(backend, sharding.rows(self.mesh)))
-        self.mini_batch_by = "rows" if strict_reference else optim["mini_batch_by"]
+        self.mini_batch_by = "rows" if strict_reference else "groups"
         self.seed, self.total_steps, self.strict_reference = seed, total_steps, strict_reference
-        self.peak_flops = learner["peak_flops"] or flops.peak(self.mesh.devices.flat[0].device_kind, jnp.dtype(dtype))
+        self.peak_flops = flops.peak(self.mesh.devices.flat[0].device_kind, jnp.dtype(dtype))
         self._channel, self._clock = channel, DeviceClock()
         self._running: PendingUpdate | None = None
         self._leads = True  # False in every process but the first
@@ -116,7 +116,7 @@ class Learner:
             block=learner["logprob_block"],
         )
 
-    def prepare(self, ahead: bool) -> None:
+    def prepare(self, ahead: bool = True) -> None:
         """Declares the programs of this learner's run, so that any other that has to be compiled is counted as a recompilation.
 
         ahead: compile those of the updates from now on, in the background; False: each when it is first needed.

@@ -54,7 +54,7 @@ class Objective:
     kl_coef: float = 1e-4
     kl_type: str = "low_var_kl"
     ratio: str = "token"
-    sequence_clip_low: float = 3e-4
+    sequence_clip_low: float = 3e-4  # the four without a key are those of the papers and of the released scripts
     sequence_clip_high: float = 4e-4
     aggregation: str = "token_mean"
     length_constant: int = 0
@@ -74,7 +74,7 @@ class Objective:
     @classmethod
     def from_config(cls, section: Mapping[str, Any]) -> "Objective":
         """From the config's `objective` section, where kl_type has further names; "off" is a kl_coef of 0."""
-        fields = {field.name: section[field.name] for field in dataclasses.fields(cls)}
+        fields = {field.name: section[field.name] for field in dataclasses.fields(cls) if field.name in section}
         if fields["kl_type"] == "off":
             fields["kl_coef"] = 0.0
         return cls(**fields | {"kl_type": KL_NAMES.get(fields["kl_type"], fields["kl_type"])})

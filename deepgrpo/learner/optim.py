@@ -17,22 +17,21 @@ class Optim:
     lr: float
     schedule: str  # constant | cosine
     warmup_steps: int
-    b1: float
     b2: float
-    eps: float
     weight_decay: float
     grad_clip: float
+    b1: float = 0.9
+    eps: float = 1e-8
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any]) -> "Optim":
-        return cls(**{field.name: section[field.name] for field in dataclasses.fields(cls)})
+        return cls(**{field.name: section[field.name] for field in dataclasses.fields(cls) if field.name in section})
 
     @classmethod
     def of_teacher(cls, section: Mapping[str, Any]) -> "Optim":
-        """Of teacher steps: from the same `optim` section, where `optim.teacher` holds what differs (-1: nothing does)."""
-        own = {name: section["teacher"][name] for name in ("lr", "weight_decay", "b1", "b2")}
-        own = {name: value for name, value in own.items() if value >= 0}
-        return dataclasses.replace(cls.from_config(section), **own, schedule="constant", warmup_steps=0)
+        """Of teacher steps: `optim` at the constant rate `optim.teacher.lr` (-1: optim.lr)."""
+        lr = section["teacher"]["lr"] if section["teacher"]["lr"] >= 0 else section["lr"]
+        return dataclasses.replace(cls.from_config(section), lr=lr, schedule="constant", warmup_steps=0)
 
     def __post_init__(self):
         if self.schedule not in ("constant", "cosine"):

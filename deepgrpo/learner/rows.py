@@ -83,12 +83,12 @@ class Overlong:
     mode: str = "none"
     limit: int = 0
     buffer: int = 0
-    factor: float = 1.0
+    factor: float = 1.0  # no key: as in the paper
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], max_model_len: int) -> "Overlong":
         """From the config's `objective` section and rollout.max_model_len."""
-        return cls(section["overlong"], max_model_len, section["overlong_buffer"], section["overlong_penalty"])
+        return cls(section["overlong"], max_model_len, section["overlong_buffer"])
 
     def trained(self, group: Group) -> list[Rollout]:
         """The rollouts of a group that may become rows."""

@@ -59,6 +59,7 @@ RECYCLE = 5000  # answers after which a worker is replaced, against slow leaks
 CPU_SHARE = 0.4  # of an attempt's time: the CPU seconds after which a worker itself gives up (an ordinary answer takes 0.001)
 BUSY_SHARE = 0.25  # a worker killed with less CPU than this share of its time was starved, not stuck
 
+WAITING_WORKERS = 8  # more processes, for sources whose grader waits for a judge or a program
 log = logging.getLogger(__name__)
 
 
@@ -83,15 +84,10 @@ class GradingService:
         deadline: float,
         sources: Collection[str] = (),
         rubric: Rubric = DEFAULT,
-        waiting_workers: int = 8,
+        waiting_workers: int = WAITING_WORKERS,
         external: "ExternalGrading | None" = None,
         external_deadline: float = 0.0,
     ):
-        if workers < 1 or waiting_workers < 1 or not deadline > 0:
-            raise ValueError(
-                "rewards.workers and rewards.waiting_workers must be >= 1 and rewards.deadline > 0 s, "
-                f"got {workers}, {waiting_workers} and {deadline}"
-            )
         check_sources(sources, rubric)
         outside = external_sources(sources, rubric)
         if outside and external is None:

@@ -25,7 +25,7 @@ def open_grading(config, stack: contextlib.ExitStack, sources: Collection[str], 
     external, deadline = None, 0.0
     if outside := external_sources(sources, rubric):
         from deepgrpo.endpoint.client import DEADLINE_SLACK
-        from deepgrpo.rewards import dsbench  # these bring the endpoint's client
+        from deepgrpo.rewards import ds1000, dsbench  # these bring the endpoint's client
         from deepgrpo.rewards import external as external_lib
         from deepgrpo.rewards.judges import open_judge
 
@@ -35,13 +35,11 @@ def open_grading(config, stack: contextlib.ExitStack, sources: Collection[str], 
         external = external_lib.ExternalGrading(
             outside,
             judge=open_judge(config, stack, folder) if judged else None,
-            max_concurrent=config.sandbox.max_concurrent,
-            seconds=config.sandbox.seconds,
             allow_network=config.sandbox.allow_network,
             judge_deadline=judge_deadline,
             strict=rewards.grader != "typed",
         )
         stack.enter_context(external)
-        deadline = max(judge_deadline * bool(judged), config.sandbox.seconds, dsbench.SECONDS)
-    service = GradingService(rewards.workers, rewards.deadline, sources, rubric, rewards.waiting_workers, external, deadline)
+        deadline = max(judge_deadline * bool(judged), ds1000.SECONDS, dsbench.SECONDS)
+    service = GradingService(rewards.workers, rewards.deadline, sources, rubric, external=external, external_deadline=deadline)
     return stack.enter_context(service)

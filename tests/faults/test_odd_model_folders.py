@@ -80,7 +80,7 @@ def test_a_weight_that_is_not_finite_is_named(student, tmp_path):
 
 def trained(folder, runs, steps):
     """Runs so many steps with the model of a folder, or goes on with its run; returns the last line of its metrics."""
-    lengths = {"data.max_prompt_length": 48, "rollout.max_model_len": 128, "learner.buckets": 128, "learner.compile_ahead": False}
+    lengths = {"data.max_prompt_length": 48, "rollout.max_model_len": 128, "learner.buckets": 128}
     sizes = {"data.batch_size": 4, "optim.mini_batch_prompts": 4, "data.validation_limit": 8, "train.steps": steps}
     keys = lengths | sizes | {"name": folder.name, "run_dir": runs, "teacher.enabled": False, "checkpoint.every": 1}
     argv = ["train", "--config=configs/carry_chain.py", f"--config.model.path={folder}"]

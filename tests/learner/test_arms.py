@@ -64,10 +64,10 @@ def test_null_and_sft_train_students_to_the_same_bits():
 
 
 def test_the_optimizer_of_teacher_steps_inherits():
-    section = dict(lr=0.1, schedule="cosine", warmup_steps=3, b1=0.8, b2=0.9, eps=1e-8, weight_decay=0.2, grad_clip=2.0)
-    own = dict(lr=-1.0, weight_decay=0.0, b1=-1.0, b2=0.99)
-    expected = Optim(**section | dict(schedule="constant", warmup_steps=0, weight_decay=0.0, b2=0.99))
-    assert Optim.of_teacher(section | {"teacher": own}) == expected
+    section = dict(lr=0.1, schedule="cosine", warmup_steps=3, b2=0.9, weight_decay=0.2, grad_clip=2.0)
+    for own, lr in ((-1.0, 0.1), (0.5, 0.5)):
+        expected = Optim(**section | dict(lr=lr, schedule="constant", warmup_steps=0))
+        assert Optim.of_teacher(section | {"teacher": {"lr": own}}) == expected
 
 
 @pytest.mark.parametrize("arm", ["luffy", "snis"])

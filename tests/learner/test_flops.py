@@ -64,7 +64,8 @@ def test_peaks(kind, dtype, peak):
 
 
 def test_metrics_of_an_update():
-    learner = tiny.make_learner(objective__kl_coef=0.0, learner__peak_flops=1e9)
+    learner = tiny.make_learner(objective__kl_coef=0.0)
+    learner.peak_flops = 1e9
     rows = tiny.make_rows(3)
     metrics = learner.update(rows, 0)
     lengths = [len(row.prompt_ids) + len(row.response_ids) - 1 for row in rows]

@@ -99,7 +99,7 @@ def test_an_empty_step_has_a_reason():
 
 def test_long_answers_lose_reward_before_the_advantages():
     """The prompt has 2 tokens: 6 more reach the limit of 8, where the penalty of a buffer of 4 is whole; 2 more are free."""
-    soft = rows_lib.Overlong.from_config(section(overlong="soft", overlong_buffer=4, overlong_penalty=0.5), 8)
+    soft = rows_lib.Overlong("soft", limit=8, buffer=4, factor=0.5)
     groups = [truncated([1.0, 0.0, 1.0], (1,)), truncated([1.0, 1.0], (0,), length=4)]
     rows = rows_lib.rows_from_groups(groups, "group_mean", soft)
     assert [row.advantage for row in rows] == pytest.approx([0.5, -1.0, 0.5, -0.125, 0.125])

@@ -45,14 +45,15 @@ def even_digits(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def train(student, tmp_path, even_digits):
-    """Trains an arm in one go and in two halves; both must come to the same. Returns the records."""
+    """Trains an arm in one go, one of them also in two halves; both must come to the same. Returns the records."""
 
     def run(arm):
         settings = SMALL | ARMS[arm]
         records = in_process(tmp_path / "whole", **settings)
-        in_process(tmp_path / "halves", **settings, train__steps=STEPS // 2)
-        in_process(tmp_path / "halves", **settings)
-        assert_same(outcome(tmp_path / "whole", student), outcome(tmp_path / "halves", student))
+        if arm == "luffy":  # it has all that a run holds; each pool by itself is resumed in tests/curriculum/test_resume.py
+            in_process(tmp_path / "halves", **settings, train__steps=STEPS // 2)
+            in_process(tmp_path / "halves", **settings)
+            assert_same(outcome(tmp_path / "whole", student), outcome(tmp_path / "halves", student))
         assert not missing(records, "actor", "data", "time", *PUBLISHED[arm])
         known, prefixes = documented(), ("branching/", "buffer/", "teacher/", "teacher_pool/", "failed_pool/", "critic/", "data/")
         assert not [name for r in records for name in r if name.startswith(prefixes) and not known.fullmatch(name)]

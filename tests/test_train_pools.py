@@ -18,12 +18,13 @@ PUBLISHED = {"chain": (), "flat": ("flat_states", "failures")}
 
 
 @pytest.mark.parametrize("pool", METRICS)
-def test_pool_trains_and_resumes_bit_for_bit(student, tmp_path, pool):
+def test_pool_trains(student, tmp_path, pool):
     settings = SMALL | {"curriculum__pool": pool}
     records = in_process(tmp_path / "whole", **settings)
-    in_process(tmp_path / "halves", **settings, train__steps=STEPS // 2)
-    in_process(tmp_path / "halves", **settings)
-    assert_same(outcome(tmp_path / "whole", student), outcome(tmp_path / "halves", student))
+    if pool == "chain":  # each pool by itself is resumed in tests/curriculum/test_resume.py
+        in_process(tmp_path / "halves", **settings, train__steps=STEPS // 2)
+        in_process(tmp_path / "halves", **settings)
+        assert_same(outcome(tmp_path / "whole", student), outcome(tmp_path / "halves", student))
     assert len(records) == STEPS and all(name in records[-1] for name in METRICS[pool])
     assert records[0]["synthetic_inject/injected_count"] == 0 and records[-1]["synthetic_inject/injected_count"] > 0
     assert records[-1]["teacher_worker/total_succeeded"] > 0

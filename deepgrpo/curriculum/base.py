@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum.saved import Saved, as_saved, read_header, read_saved, write_header, write_saved
+from deepgrpo.curriculum.saved import Saved, as_saved, collector_paused, read_header, read_saved, write_header, write_saved
 from deepgrpo.types import Group, Ids, Problem, Prompt, Rollout, as_ids
 
 NEVER = -1  # a step at which nothing happened yet
@@ -182,7 +182,7 @@ class Curriculum:
 
     def state(self, folder: str) -> None:
         """Writes everything that `restore` needs into `folder` (exists, empty), in self-describing files."""
-        with self.lock:
+        with self.lock, collector_paused():
             tables, fields = self.saved()
         for name, table in tables.items():
             write_saved(folder, name, self.records[name], table)
@@ -195,9 +195,10 @@ class Curriculum:
           NotAsSaved: the folder's format version or pool is not this curriculum's, or a file is damaged; names it.
         """
         header = read_header(folder, self.name, self.version)
-        tables = {name: read_saved(folder, name, record) for name, record in self.records.items()}
-        with as_saved(folder), self.lock:
-            self.load(tables, header)
+        with collector_paused(), as_saved(folder):
+            tables = {name: read_saved(folder, name, record) for name, record in self.records.items()}
+            with self.lock:
+                self.load(tables, header)
 
     #### What the pools share
 

@@ -13,6 +13,7 @@ Nothing is pickled, and equal content makes equal bytes.
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import math
@@ -53,6 +54,18 @@ def as_saved(place: str | pathlib.Path) -> Iterator[None]:
     except _ANY as error:
         what = "it is absent" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
         raise NotAsSaved(f"{place}: damaged, or not what this run saves there ({what}). {REMEDY}") from error
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Stops the garbage collector: many records are made and none is garbage, but it would walk over all of them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def write_header(folder: str, pool: str, version: int, fields: dict[str, Any]) -> None:

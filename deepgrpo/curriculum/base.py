@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum.saved import Saved, as_saved, collector_paused, read_header, read_saved, write_header, write_saved
+from deepgrpo.curriculum import saved as files
+from deepgrpo.curriculum.saved import Saved
 from deepgrpo.types import Group, Ids, Problem, Prompt, Rollout, as_ids
 
 NEVER = -1  # a step at which nothing happened yet
@@ -182,11 +183,11 @@ class Curriculum:
 
     def state(self, folder: str) -> None:
         """Writes everything that `restore` needs into `folder` (exists, empty), in self-describing files."""
-        with self.lock, collector_paused():
+        with self.lock, files.collector_paused():
             tables, fields = self.saved()
         for name, table in tables.items():
-            write_saved(folder, name, self.records[name], table)
-        write_header(folder, self.name, self.version, fields)
+            files.write_saved(folder, name, self.records[name], table)
+        files.write_header(folder, self.name, self.version, fields)
 
     def restore(self, folder: str) -> None:
         """Replaces the content by that of `folder`. Failures that were in flight become dispatchable again.
@@ -194,9 +195,9 @@ class Curriculum:
         Raises:
           NotAsSaved: the folder's format version or pool is not this curriculum's, or a file is damaged; names it.
         """
-        header = read_header(folder, self.name, self.version)
-        with collector_paused(), as_saved(folder):
-            tables = {name: read_saved(folder, name, record) for name, record in self.records.items()}
+        header = files.read_header(folder, self.name, self.version)
+        with files.collector_paused(), files.as_saved(folder):
+            tables = {name: files.read_saved(folder, name, record) for name, record in self.records.items()}
             with self.lock:
                 self.load(tables, header)
 
@@ -227,6 +228,43 @@ class Curriculum:
                 "set curriculum.failures=all"
             )
         return [max(graded, key=lambda rollout: rollout.grade.right_prefix)]
+
+
+class Buffer:
+    """The newest `max_size` entries in order of arrival, drawn from by the groups that they come from (`group_id`). Entries never
+    change. Its owner holds the lock."""
+
+    prefix = ""  # of its metrics
+    counters: tuple[str, ...] = ("dropped_capacity",)
+
+    def __init__(self, max_size: int):
+        self.max_size, self.counts = max_size, dict.fromkeys(self.counters, 0)
+        self.entries: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def drop_oldest(self) -> None:
+        """Drops what is above the bound."""
+        excess = max(len(self.entries) - self.max_size, 0)
+        del self.entries[:excess]
+        self.counts["dropped_capacity"] += excess
+
+    def draw(self, n: int, random: np.random.Generator, strategy: str = "stratified") -> list[int]:
+        """Indices of min(n, size) different entries; see `sample`."""
+        return sample([entry.group_id for entry in self.entries], n, random, strategy) if self.entries else []
+
+    def metrics(self) -> dict[str, float]:
+        counts = {"size": len(self.entries)} | self.counts
+        return named(
+            self.prefix, counts | ({"unique_trees": len({entry.group_id for entry in self.entries})} if self.entries else {})
+        )
+
+    def saved(self) -> Saved:
+        return Saved(list(self.entries), self.counts.copy())
+
+    def load(self, saved: Saved) -> None:
+        self.counts, self.entries = files.saved_counts(saved.numbers, self.counts), list(saved.rows)
 
 
 def injection_count(batch_size: int, ratio: float, ready: int, strict_reference: bool = False) -> int:

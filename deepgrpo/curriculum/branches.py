@@ -12,9 +12,9 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum.base import NEVER, STATES, STREAM, Curriculum, State, check_step, generator, named, own_ids, sample
+from deepgrpo.curriculum.base import NEVER, STATES, STREAM, Buffer, Curriculum, State, check_step, generator, named, own_ids
 from deepgrpo.curriculum.pivots import PIVOTS, Pivot, PivotModel, candidates, create_partition
-from deepgrpo.curriculum.saved import Saved, saved_counts
+from deepgrpo.curriculum.saved import Saved
 from deepgrpo.types import Group, Ids, Problem, Prompt, as_ids
 
 MAX_SIZE = 10000  # newest points kept in the buffer
@@ -141,8 +141,11 @@ class InlineBranches(Branches):
         ]
 
 
-class BranchBuffer:
-    """The newest points in order of arrival, each for so many steps. Its owner holds the lock."""
+class BranchBuffer(Buffer):
+    """Points that stay when they are drawn, each for so many steps."""
+
+    prefix = "buffer"
+    counters = ("refused_room", "dropped_age", "dropped_capacity")
 
     def __init__(
         self,
@@ -152,48 +155,31 @@ class BranchBuffer:
         max_age: int = MAX_AGE,
         min_remaining_ratio: float = MIN_REMAINING_RATIO,
     ):
-        self.max_size, self.max_age = max_size, max_age
-        self.max_state_len = max_model_len - int(max_model_len * min_remaining_ratio)
-        self.points: list[BranchPoint] = []
-        self.counts = dict.fromkeys(("refused_room", "dropped_age", "dropped_capacity"), 0)
-
-    def __len__(self) -> int:
-        return len(self.points)
+        super().__init__(max_size)
+        self.max_age, self.max_state_len = max_age, max_model_len - int(max_model_len * min_remaining_ratio)
 
     def add(self, points: Sequence[BranchPoint], step: int) -> int:
         """Takes in the points of a step that leave room, then drops the old ones, then the oldest above the bound; returns how
         many entered. Also without points it drops; nothing else does."""
         roomy = [point for point in points if len(point.state_ids) <= self.max_state_len]
-        self.points += [dataclasses.replace(point, state_ids=own_ids(point.state_ids), step=step) for point in roomy]
-        fresh = [point for point in self.points if step - point.step <= self.max_age]
-        kept = fresh[max(len(fresh) - self.max_size, 0) :]
         self.counts["refused_room"] += len(points) - len(roomy)
-        self.counts["dropped_age"] += len(self.points) - len(fresh)
-        self.counts["dropped_capacity"] += len(fresh) - len(kept)
-        self.points = kept
+        self.entries += [dataclasses.replace(point, state_ids=own_ids(point.state_ids), step=step) for point in roomy]
+        fresh = [point for point in self.entries if step - point.step <= self.max_age]
+        self.counts["dropped_age"] += len(self.entries) - len(fresh)
+        self.entries = fresh
+        self.drop_oldest()
         return len(roomy)
 
     def sample(self, n: int, random: np.random.Generator, strategy: str = "stratified") -> list[BranchPoint]:
-        """Returns min(n, size) different points; see `base.sample`, the groups being those that they come from. They stay."""
-        if not self.points:
-            return []
-        return [self.points[i] for i in sample([point.group_id for point in self.points], n, random, strategy)]
+        """Returns min(n, size) different points."""
+        return [self.entries[i] for i in self.draw(n, random, strategy)]
 
     def metrics(self) -> dict[str, float]:
-        values = {"size": len(self.points)} | self.counts
-        if self.points:
-            values |= {
-                "unique_trees": len({point.group_id for point in self.points}),
-                "unique_steps": len({point.step for point in self.points}),
-                "avg_position_ratio": sum(point.pivot.ratio for point in self.points) / len(self.points),
-            }
-        return named("buffer", values)
-
-    def saved(self) -> Saved:
-        return Saved(list(self.points), self.counts.copy())
-
-    def load(self, saved: Saved) -> None:
-        self.points, self.counts = list(saved.rows), saved_counts(saved.numbers, self.counts)
+        if not self.entries:
+            return super().metrics()
+        ratio = sum(point.pivot.ratio for point in self.entries) / len(self.entries)
+        values = {"unique_steps": len({point.step for point in self.entries}), "avg_position_ratio": ratio}
+        return super().metrics() | named(self.prefix, values)
 
 
 class BufferedBranches(Branches):

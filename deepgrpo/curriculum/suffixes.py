@@ -11,9 +11,9 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum.base import STATES, STREAM, Correction, State, check_step, generator, named, sample
+from deepgrpo.curriculum.base import STATES, STREAM, Buffer, Correction, State, check_step, generator, named
 from deepgrpo.curriculum.failed_pool import FailedPool, FailedRollout, QueuedCurriculum
-from deepgrpo.curriculum.saved import Saved, saved_counts
+from deepgrpo.curriculum.saved import Saved
 from deepgrpo.types import Group, Ids, Problem, as_ids
 
 MAX_SIZE = 10000  # newest corrected failures kept
@@ -39,15 +39,13 @@ class AnnotatedEntry:
     step: int
 
 
-class AnnotatedPool:
-    """The newest `max_size` entries, in order of arrival; each is taken once. Its owner holds the lock."""
+class AnnotatedPool(Buffer):
+    """Entries that are taken once."""
+
+    prefix = "teacher_pool"
 
     def __init__(self, max_size: int = MAX_SIZE):
-        self.max_size, self.dropped = max_size, 0
-        self.entries: list[AnnotatedEntry] = []
-
-    def __len__(self) -> int:
-        return len(self.entries)
+        super().__init__(max_size)
 
     def add(self, entries: Sequence[AnnotatedEntry]) -> int:
         """Appends entries, then drops the oldest ones above the bound; returns the pool's size.
@@ -59,31 +57,15 @@ class AnnotatedPool:
             if entry.suffix_ids is None:
                 raise ValueError(f"problem {entry.problem.index} ({entry.problem.data_source!r}): a correction without a suffix")
             self.entries.append(entry)
-        excess = max(len(self.entries) - self.max_size, 0)
-        del self.entries[:excess]
-        self.dropped += excess
-        return len(self.entries)
+        self.drop_oldest()
+        return len(self)
 
     def take(self, n: int, random: np.random.Generator, strategy: str = "stratified") -> list[AnnotatedEntry]:
-        """Removes and returns min(n, size) entries; see `base.sample`, the groups being those that the entries come from."""
-        if not self.entries:
-            return []
-        chosen = sample([entry.group_id for entry in self.entries], n, random, strategy)
+        """Removes and returns min(n, size) entries."""
+        chosen = self.draw(n, random, strategy)
         taken, gone = [self.entries[i] for i in chosen], set(chosen)
         self.entries = [entry for i, entry in enumerate(self.entries) if i not in gone]
         return taken
-
-    def metrics(self) -> dict[str, float]:
-        counts = {"size": len(self.entries), "dropped_capacity": self.dropped}
-        if self.entries:
-            counts["unique_trees"] = len({entry.group_id for entry in self.entries})
-        return named("teacher_pool", counts)
-
-    def saved(self) -> Saved:
-        return Saved(list(self.entries), {"dropped_capacity": self.dropped})
-
-    def load(self, saved: Saved) -> None:
-        self.entries, self.dropped = list(saved.rows), saved_counts(saved.numbers, {"dropped_capacity": 0})["dropped_capacity"]
 
 
 class SuffixPool(QueuedCurriculum):

@@ -355,7 +355,7 @@ class BufferReplay(Replay):
             for e in entries
         ]
         self.pool.add(points, step)
-        return [[f"b{p.kept}", p.step] for p in self.pool.points]
+        return [[f"b{p.kept}", p.step] for p in self.pool.entries]
 
     def sample(self, n, strategy):
         return [self.pool.sample(n, self.random, strategy) for _ in range(DRAWS)]

@@ -44,7 +44,7 @@ def test_golden_collect(case):
     groups = roll(setting(inputs["script"]), [dataset_prompt(inputs)])
     metrics = curriculum.observe(groups, 1)
     assert_rows(golden_rows(groups)["main_rows"], expected["main_rows"], case["tolerance"])
-    found = [(p.index, p.chain_length, p.state_ids.tolist()) for p in curriculum.buffer.points]
+    found = [(p.index, p.chain_length, p.state_ids.tolist()) for p in curriculum.buffer.entries]
     points = [(p["index"], p["chain_length"], p["prompt_ids"] + p["response_ids"]) for p in expected["branch_points"]]
     assert sorted(found) == sorted(points) and metrics["buffer/new_points_collected"] == len(points)
     failed = [rollout.completion.ids.tolist() for group in groups for rollout in group.failures(0.0)]
@@ -112,7 +112,7 @@ def test_golden_buffer(case):
     buffer = BranchBuffer(**inputs)
     for step, expected in zip(steps, case["expected"]["after_each"], strict=True):
         buffer.add([point(entry["id"], entry["tree"], entry["len"]) for entry in step["add"]], step["step"])
-        assert [p.kept for p in buffer.points] == expected["ids"]
+        assert [p.kept for p in buffer.entries] == expected["ids"]
         metrics = buffer.metrics()
         assert {name: metrics[name] for name in expected["stats"]} == pytest.approx(expected["stats"])
 

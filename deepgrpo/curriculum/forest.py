@@ -53,7 +53,7 @@ class Forest(Curriculum):
     retire_after: groups in a row that must succeed as a whole before a state retires; a root retires with the first.
     """
 
-    name, version = "forest", 2
+    name, version = forest_state.POOL, forest_state.VERSION
     by_ratio = keeps_suffixes = knows_age = asks_teacher = True
     keys = ("rollout_n", "max_events_per_parent", "max_events", "max_nodes_per_tree", "retire_after")
     records = forest_state.RECORDS
@@ -471,7 +471,7 @@ class Forest(Curriculum):
     #### Persistence
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        in_flight = [self.index.in_flight[i] for i in sorted(self.index.in_flight)]
+        in_flight = [self.index.in_flight[i] for i in sorted(self.index.in_flight)]  # a restored forest has them waiting
         return forest_state.tables(self.index.trees.values(), in_flight), {"counters": dataclasses.asdict(self.counters)}
 
     def load(self, tables: Mapping[str, Any], fields: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum.base import Curriculum
+from deepgrpo.curriculum.base import Curriculum, named
 from deepgrpo.curriculum.forest import SuffixEntry
 from deepgrpo.learner.attach import closed, suffix_row
 from deepgrpo.learner.objective import TEACHER
@@ -27,15 +27,9 @@ OF_EPOCH = ("trees_cleaned_after_clear", "events_cleared", "events_cleared_pendi
 OF_EPOCH += ("snapshot_trees", "sample_batches", "sampled_entries", "dropped_entries", "optimizer_steps", "recorded_entries")
 OF_EPOCH += ("record_skipped_entries", "record_skipped_optimizer_steps", "stale_entries", "actor_optimizer_steps")
 OF_EPOCH += ("actor_lr_scheduler_steps", "actor_post_sft_optimizer_steps", "waiting_for_full_batch", "needed_for_next_batch")
-OF_STEP = (
-    "sampled_entries",
-    "train_eligible_entries",
-    "partial_batch_entries",
-    "waiting_for_full_batch",
-    "needed_for_next_batch",
-)
-OF_STEP += ("recorded_entries", "matured_entries", "teacher_tail_filtered", "non_sft_teacher_filtered", "stale_teacher_filtered")
-OF_STEP += ("record_skipped_entries", "record_skipped_optimizer_steps")
+OF_STEP = ("sampled_entries", "train_eligible_entries", "partial_batch_entries", "waiting_for_full_batch", "recorded_entries")
+OF_STEP += ("needed_for_next_batch", "matured_entries", "teacher_tail_filtered", "non_sft_teacher_filtered")
+OF_STEP += ("stale_teacher_filtered", "record_skipped_entries", "record_skipped_optimizer_steps")
 
 
 class SuffixSft:
@@ -112,12 +106,12 @@ class SuffixSft:
             parts.append(self._train_on(chosen, step, seen))
         seen["dropped_entries"] = max(0, len(entries) * PASSES - seen["sampled_entries"])
         seen["optimizer_steps"] = seen["actor_post_sft_optimizer_steps"] = self.steps
-        metrics = {f"epoch_suffix_sft/{name}": float(seen[name]) for name in OF_EPOCH}
+        metrics = named("epoch_suffix_sft", {name: seen[name] for name in OF_EPOCH})
         epoch = ended - 1 if ended > self._ended else ended  # over, or cut short by the run's end
         about = {"enabled": 1, "epoch": epoch, "epoch_start_step": self._window_start, "epoch_end_step": step}
         about |= {"passes": PASSES, "train_chunk_size": self._batch}
         self._window_start = step + 1
-        return metrics | {f"epoch_suffix_sft/{name}": float(value) for name, value in about.items()} | _means(parts)
+        return metrics | named("epoch_suffix_sft", about) | _means(parts)
 
     def _after_step(self, step: int) -> dict[str, float]:
         """Trains on as many full batches of distinct trees as there are, up to the cap."""
@@ -132,7 +126,7 @@ class SuffixSft:
         seen["sampled_entries"], seen["train_eligible_entries"] = len(chosen), len(kept)
         seen["stale_teacher_filtered"], seen["teacher_tail_filtered"] = len(chosen) - len(usable), len(usable) - len(kept)
         parts = [self._train_on(kept, step, seen)] if kept else []
-        return {f"prefix_suffix_sft/{name}": float(seen[name]) for name in OF_STEP} | _means(parts)
+        return named("prefix_suffix_sft", {name: seen[name] for name in OF_STEP}) | _means(parts)
 
     #### What they share
 
@@ -150,12 +144,12 @@ class SuffixSft:
             "pending_trees": ready["sft_trees"] % self._batch,
             "pending_nodes": balanced["sft_nodes"] % self._batch,
         }
-        return {f"prefix_suffix_sft/{name}": float(value) for name, value in (dict.fromkeys(OF_STEP, 0) | about).items()}
+        return named("prefix_suffix_sft", dict.fromkeys(OF_STEP, 0) | about)
 
     def _trainable(self, entries: Sequence[SuffixEntry]) -> list[SuffixEntry]:
         """Those whose state is still to be learned, and whose row the learner can hold."""
-        fits = lambda e: len(e.state_ids) + len(closed(e.suffix_ids, self._stop_ids)) <= self._limit  # noqa: E731
-        return [entry for entry in entries if fits(entry) and self._pool.is_sft_trainable(entry.node)]
+        fit = [e for e in entries if len(e.state_ids) + len(closed(e.suffix_ids, self._stop_ids)) <= self._limit]
+        return [entry for entry in fit if self._pool.is_sft_trainable(entry.node)]
 
     def _train_on(self, entries: Sequence[SuffixEntry], step: int, seen: collections.Counter) -> dict[str, float]:
         """Trains on the entries; credits their states if every optimizer step changed the policy."""

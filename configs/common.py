@@ -169,7 +169,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.curriculum.retire_after = 1  # forest: groups in a row that must succeed as a whole before a state retires
     config.curriculum.start_from = ""  # forest: a new run begins with that of this run, step or saved forest; "": with none
     config.curriculum.cut = (
-        "teacher"  # where a new state ends: teacher (where they part) | own | random | solution (teacher/cut.py)
+        "teacher"  # where a new state ends: teacher (where they part) | own | random | solution (teacher/splice.py)
     )
     config.curriculum.suffix_sft = "off"  # forest, of teacher_loss=sft: off | epoch_local | post_step (curriculum/suffix_sft.py)
 

@@ -46,7 +46,7 @@ from deepgrpo.rewards.grade import rubric_of
 from deepgrpo.rewards.setup import open_grading
 from deepgrpo.rewards.weighted import part_means
 from deepgrpo.rollout.engine import Sampling
-from deepgrpo.teacher.setup import open_teacher
+from deepgrpo.teacher.worker import open_teacher
 from deepgrpo.telemetry import alerts, diagnostics, dumps, statistics
 from deepgrpo.telemetry.log import end_step
 from deepgrpo.telemetry.metrics import Metrics

@@ -14,15 +14,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import ml_collections
 import numpy as np
 
+from deepgrpo.curriculum import pool_class
 from deepgrpo.curriculum.base import Correction, Failure
 from deepgrpo.endpoint.client import Client
 from deepgrpo.endpoint.errors import Refused, TryAgain, Unavailable
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.teacher import cut as cut_lib
+from deepgrpo.rewards.grade import leaks_answer
 from deepgrpo.teacher import prompts
-from deepgrpo.teacher.splice import Codec, Limits, Splice, splice_text, splice_tokens, without_repetition
+from deepgrpo.teacher.splice import Codec, Limits, Splice, move, splice_text, splice_tokens, without_repetition
 from deepgrpo.types import Grade, Ids
 
 log = logging.getLogger(__name__)
@@ -65,43 +67,27 @@ class Annotator:
 
     def __init__(
         self,
-        *,
+        config: ml_collections.ConfigDict,
         client: Client,
         grader: Grader,
         codec: Codec,
-        leaks: Callable[[str, str], bool],
-        form: Callable[[str, str], str] = lambda told, source: "",
-        limits: Limits,
-        threshold: float,
         stop_ids: Sequence[int],
-        splice: str = "text",
-        place: str = "teacher",
-        seed: int = 0,
-        prefix_aware: bool = True,
-        deadline: float = 3600.0,
-        strict_reference: bool = False,
+        leaks: Callable[[str, str], bool] = leaks_answer,
+        form: Callable[[str, str], str] = lambda told, source: "",
     ):
         """
         Args:
+          config: the whole configuration. Its strict_reference brings back the reference's parser, cut on tokens and EOS rule, no
+            leak guard, cut numbers and marks, a missing reward that is a low one, and the first reply that can be parsed decides.
           codec: over a tokenizer instance that nothing else uses.
-          leaks: (data_source, text): whether the text holds a final answer already.
-          threshold: the task's own reward of a correction must be above it.
           stop_ids: the student's, the generation config's first one leading; it closes a suffix.
-          splice: "text" | "tokens", see `deepgrpo.teacher.splice`. place: see `deepgrpo.teacher.cut`. seed: of its draws.
-          prefix_aware: tell the teacher of the locked prefix (states of a pool), or of the plain problem only.
-          deadline: seconds to wait for the grader; the client has its own for the teacher.
-          strict_reference: the reference's parser and EOS rule, no leak guard, numbers and marks may be cut, a missing reward is
-            a low one, and the first reply that can be parsed decides.
+          leaks: (data_source, text): whether the text holds a final answer already.
+          form: (what the student is told, data_source): how a final answer is written, where that is not said.
         """
-        if splice not in ("text", "tokens"):
-            raise ValueError(f"teacher.splice must be text or tokens, got {splice!r}")
-        if place not in cut_lib.PLACES:
-            raise ValueError(f"curriculum.cut must be one of {', '.join(cut_lib.PLACES)}, got {place!r}")
-        self._client, self._grader, self._codec, self._leaks = client, grader, codec, leaks
-        self._form = form
-        self._limits, self._threshold, self._stop_ids = limits, threshold, tuple(stop_ids)
-        self._by_text, self._place, self._seed, self._prefix_aware = splice == "text", place, seed, prefix_aware
-        self._deadline, self._strict = deadline, strict_reference
+        self._client, self._grader, self._codec, self._leaks, self._form = client, grader, codec, leaks, form
+        self._limits, self._threshold, self._stop_ids = Limits.from_config(config), config.rewards.threshold, tuple(stop_ids)
+        self._place, self._seed, self._strict = config.curriculum.cut, config.seed, config.strict_reference
+        self._prefix_aware = not pool_class(config.curriculum.pool).branches  # else all failures start from plain problems
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._counts: collections.Counter[str] = collections.Counter()
         self._recent = {name: collections.deque(maxlen=WINDOW) for name in MEANS}
@@ -160,9 +146,9 @@ class Annotator:
         problem = failure.problem
         answer = Answer(problem.data_source, problem.question, "", whole, "stop", problem.ground_truth, problem.extra)
         try:
-            grade = await asyncio.wait_for(asyncio.wrap_future(self._grader.submit(answer)), self._deadline)
+            grade = await asyncio.wait_for(asyncio.wrap_future(self._grader.submit(answer)), self._client.deadline)
         except TimeoutError:
-            log.error("the grader gave no verdict on a correction within %.0f s", self._deadline)
+            log.error("the grader gave no verdict on a correction within %.0f s", self._client.deadline)
             grade = Grade(None, False, "timeout")
         except RuntimeError:
             log.exception("the grader cannot work; a correction has no verdict")
@@ -197,13 +183,11 @@ class Annotator:
         opened = _OPENED.search(self._codec.decode(failure.problem.prompt_ids[-_TAIL:]))
         given = (opened.group() if opened else "") + self._codec.text(_locked(failure))
         solution = without_repetition(solution, given, self._codec.text(student))
-        if self._by_text:
-            return splice_text(self._codec, student, solution, state_len, self._stop_ids, self._limits)
-        return splice_tokens(student, self._codec.encode(solution), state_len, self._stop_ids, self._limits, self._codec)
+        return splice_text(self._codec, student, solution, state_len, self._stop_ids, self._limits)
 
     def _moved(self, failure: Failure, cut: Splice) -> Splice:
-        arguments = {"codec": self._codec, "limits": self._limits, "seed": self._seed}
-        return cut_lib.move(cut, failure.response_ids, failure.state_ids, self._place, **arguments)
+        how = {"codec": self._codec, "limits": self._limits, "seed": self._seed}
+        return move(cut, failure.response_ids, failure.state_ids, self._place, **how)
 
     def _text(self, failure: Failure, ids: Ids) -> str:
         """Text of the assistant's turn: the locked prefix and `ids` after it."""
@@ -226,7 +210,7 @@ class Annotator:
             self._recent["queue_age"].append(outcome.queue_age)
         if outcome.splice is not None:
             self._recent["match_tokens"].append(outcome.splice.match_tokens)
-            if self._by_text:
+            if not self._strict:
                 self._recent["match_text_tokens"].append(outcome.splice.match_text_tokens)
         if outcome.correction is not None:
             prefix, failed = len(outcome.correction.prefix_ids), len(outcome.correction.failed_suffix_ids)

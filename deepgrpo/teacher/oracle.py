@@ -1,7 +1,7 @@
 """A rule-based teacher behind the same HTTP interface as a served model: `with Oracle("carry_chain") as oracle: oracle.base_url`.
 
-It reads question and student's text out of the prompt (`deepgrpo.teacher.prompts`) and asks a rule (`deepgrpo.teacher.rules`).
-Faults of real endpoints can be scripted, and a share of the corrections can be made wrong.
+It reads question and student's text out of the prompt (`deepgrpo.teacher.prompts`) and asks a rule, which keeps what is right of
+the student's text, verbatim, and goes on with the right steps. A share of the corrections can be made wrong.
 
     python -m deepgrpo.teacher.oracle --rule carry_chain --port 8001
 """
@@ -10,6 +10,7 @@ import argparse
 import http.server
 import json
 import pathlib
+import re
 import sys
 import threading
 import time
@@ -18,19 +19,22 @@ from collections.abc import Callable
 
 import numpy as np
 
+from deepgrpo.data import carry_chain, tables
+from deepgrpo.data.cells import TEXT
 from deepgrpo.teacher import prompts
-from deepgrpo.teacher.rules import RULES, Correct
 
 MODEL = "oracle"
-Faults = Callable[[int], str]  # request ordinal, from 0 -> name in FAULTS; "": none
-_FAULT_SECONDS = 0.2  # of "slow"
+
+
+# (question with what else the student is told, student's text, locked prefix) -> its continuation; None: no idea
+Correct = Callable[[str, str, str], str | None]
 
 
 class Oracle:
     """Serves a rule on the loopback interface, in a thread of its own. `base_url` is known once it is made; use it in a `with`.
 
-    requests: chat completions received so far. faults: see FAULTS; retry_after: what a scripted 429 asks for, in seconds.
-    error_rate: share of corrections with a wrong digit; which ones follows from `seed` and the prompt.
+    requests: chat completions received so far. error_rate: share of corrections with a wrong digit; `seed` and the prompt decide
+    which ones.
     """
 
     def __init__(
@@ -39,15 +43,12 @@ class Oracle:
         *,
         port: int = 0,
         solutions: str = "",
-        faults: Faults = lambda n: "",
-        retry_after: str = "0",
         error_rate: float = 0.0,
         seed: int = 0,
     ):
         if isinstance(rule, str) and rule not in RULES:
             raise ValueError(f"no rule {rule!r}; there are {', '.join(RULES)}")
         self.correct = RULES[rule](solutions) if isinstance(rule, str) else rule
-        self.faults, self.retry_after = faults, retry_after
         self.error_rate, self.seed = error_rate, seed
         self.requests = 0
         self.closing = threading.Event()
@@ -109,10 +110,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             reply = self.reply(prompt)
         except (ValueError, LookupError, TypeError) as error:
             return self.send_json(400, {"error": {"message": f"bad request: {error}", "type": "invalid_request_error"}})
-        fault = self.server.oracle.faults(self.server.oracle.next_request())
-        if fault:
-            return FAULTS[fault](self, prompt, reply)
-        self.send_reply(prompt, reply)
+        self.answer(self.server.oracle.next_request(), prompt, reply)
 
     def reply(self, prompt: str) -> str:
         try:
@@ -127,8 +125,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             solution = misled(solution, random)
         return f"{prompts.ERROR_HEADER}\nA step is wrong.\n\n{prompts.SOLUTION_HEADER}\n{solution}"
 
-    def send_reply(self, prompt: str, text: str) -> None:
-        self.send_json(200, _completion(prompt, text))
+    def answer(self, ordinal: int, prompt: str, text: str) -> None:
+        """ordinal: of the request, from 0."""
+        self.send_json(200, completion(prompt, text))
 
     def send_json(self, status: int, payload: dict, headers: dict[str, str] | None = None, cut: int | None = None) -> None:
         body = json.dumps(payload).encode()[:cut]
@@ -157,7 +156,7 @@ def misled(solution: str, random: np.random.Generator) -> str:
     return solution[:i] + str((int(solution[i]) + random.integers(1, 10)) % 10) + solution[i + 1 :]
 
 
-def _completion(prompt: str, text: str) -> dict:
+def completion(prompt: str, text: str) -> dict:
     usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len(text.split())}  # words: the rule has no tokenizer
     return {
         "id": "chatcmpl-oracle",
@@ -169,48 +168,120 @@ def _completion(prompt: str, text: str) -> dict:
     }
 
 
-def _error(status: int) -> Callable[[_Handler, str, str], None]:
-    return lambda handler, prompt, reply: handler.send_json(
-        status,
-        {"error": {"message": f"scripted {status}", "type": "scripted"}},
-        {"Retry-After": handler.server.oracle.retry_after} if status == 429 else None,
-    )
+#### Rules
 
 
-def _slow(handler: _Handler, prompt: str, reply: str) -> None:
-    handler.server.oracle.closing.wait(_FAULT_SECONDS)
-    handler.send_reply(prompt, reply)
+def correct_carry_chain(question: str, student: str, locked: str) -> str | None:
+    """The one right solution, from where the locked prefix stops."""
+    del student  # solutions are unique: what is right of the student's text is a prefix of this
+    found = carry_chain.QUESTION.search(question)
+    return found and _after(locked, carry_chain.solution(found[0]))
 
 
-def _half_open(handler: _Handler, prompt: str, reply: str) -> None:
-    handler.server.oracle.closing.wait(3600.0)
-    handler.close_connection = True
+_SUM = re.compile(r"(\d+(?:\s*\+\s*\d+)+)\s*=\s*\?")
 
 
-def _reset(handler: _Handler, prompt: str, reply: str) -> None:
-    handler.close_connection = True
+def correct_arithmetic(question: str, student: str, locked: str) -> str | None:
+    """Sums line by line: "47 + 38 + 25 = ?" -> "47 + 38 = 85\\n85 + 25 = 110\\n#### 110", in the student's spacing."""
+    asked = _SUM.findall(question)  # the last one: examples come before it
+    if not asked:
+        return None
+    terms = [int(term) for term in asked[-1].split("+")]
+    written, total, lines, right = (locked + student).splitlines(), terms[0], [], True
+    for i, term in enumerate(terms[1:]):
+        line, total = f"{total} + {term} = {total + term}", total + term
+        if right and i < len(written):
+            line, right = _keep_spacing(written[i], line)
+        lines.append(line)
+    return _after(locked, "\n".join([*lines, f"#### {total}"]))
 
 
-def _edited(edit: Callable[[str, str], str]) -> Callable[[_Handler, str, str], None]:
-    return lambda handler, prompt, reply: handler.send_reply(prompt, edit(prompt, reply))
+def _keep_spacing(written: str, right: str) -> tuple[str, bool]:
+    """Returns `right`, spaced like `written` as far as they agree otherwise, and whether they agree to the end."""
+    position = done = 0
+    for token in re.finditer(r"\d+|\S", right):
+        found = re.compile(r" *(\d+|\S)").match(written, position)
+        if found is None:
+            return written[:position] + right[done:], False
+        if found[1] != token[0]:
+            return (written[: found.start(1)] + right[token.start() :] if position else right), False
+        position, done = found.end(), token.end()
+    return (written, True) if not written[position:].strip() else (right, False)
 
 
-FAULTS: dict[str, Callable[[_Handler, str, str], None]] = {
-    "429": _error(429),
-    "400": _error(400),
-    "401": _error(401),
-    "500": _error(500),
-    "slow": _slow,
-    "half_open": _half_open,  # the request is read and never answered
-    "reset": _reset,  # the connection ends without an answer
-    "truncated": lambda handler, prompt, reply: handler.send_json(200, _completion(prompt, reply), cut=60),
-    "think": _edited(lambda prompt, reply: f"<think>\n{prompts.SOLUTION_HEADER}\nperhaps\n</think>\n\n{reply}"),
-    "echo": _edited(lambda prompt, reply: prompt + reply),
-    "fenced": _edited(
-        lambda prompt, reply: reply.replace(f"{prompts.SOLUTION_HEADER}\n", f"{prompts.SOLUTION_HEADER}\n```\n") + "\n```"
-    ),
-    "no_header": _edited(lambda prompt, reply: reply.replace(prompts.SOLUTION_HEADER, "")),
-    "empty": _edited(lambda prompt, reply: ""),
+def solutions_rule(path: str) -> Correct:
+    """Reference solutions from a JSONL file of `question` and `answer` (such as GSM8K's train file).
+
+    Of the student's text it keeps the leading lines whose equations hold and whose results the reference has too, then goes on
+    with the reference solution.
+
+    Raises:
+      FileNotFoundError, DataError: no such file, or no such rows in it; names it.
+    """
+    rows = tables.read(path, {"question": TEXT, "answer": TEXT})
+    answers = {row["question"].strip(): re.sub(r"<<[^>]*>>", "", row["answer"]) for row in rows}
+
+    def correct(question: str, student: str, locked: str) -> str | None:
+        del locked  # its steps need not be repeated: the reference's may follow them
+        answer = answers.get(question.strip())
+        if answer is None:  # the question stands among instructions
+            answer = answers.get(max((known for known in answers if known in question), key=len, default=""))
+        return None if answer is None else _sound_lines(student, answer) + answer
+
+    return correct
+
+
+_EQUATION = re.compile(r"([\d.,]+(?:\s*[-+*/x×]\s*\$?[\d.,]+)+)\s*=\s*\$?([\d.,]*\d)")
+
+
+def _sound_lines(student: str, reference: str) -> str:
+    """The leading lines of `student` up to the last sound one: it has equations, all hold, all results occur in `reference`."""
+    known = {_number(text) for text in re.findall(r"[\d.,]*\d", reference)}
+    sound = seen = 0
+    for line in student.splitlines(keepends=True):
+        equations = _EQUATION.findall(line)
+        if "####" in line or "boxed" in line or not all(_holds(*equation, known) for equation in equations):
+            break
+        seen += len(line)
+        sound = seen if equations else sound
+    kept = student[:sound]
+    return kept if not kept or kept.endswith("\n") else kept + "\n"
+
+
+def _holds(left: str, result: str, known: set[float | None]) -> bool:
+    """Whether a chain of + - * / (left to right within precedence) gives `result`, and `result` is a known number."""
+    total, sign, product = 0.0, 1.0, None
+    for operator, text in re.findall(r"([-+*/x×]?)\s*\$?([\d.,]+)", left):
+        number = _number(text)
+        if number is None or (operator == "/" and number == 0):
+            return False
+        if operator in ("*", "x", "×"):
+            product *= number
+        elif operator == "/":
+            product /= number
+        else:
+            total += sign * (product or 0.0)
+            sign, product = (-1.0 if operator == "-" else 1.0), number
+    value = _number(result)
+    return value is not None and value in known and abs(total + sign * (product or 0.0) - value) < 1e-6
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", "").rstrip("."))
+    except ValueError:
+        return None
+
+
+def _after(locked: str, solution: str) -> str | None:
+    """What follows `locked` in the whole solution; None when the solution does not start like that."""
+    return solution[len(locked) :] if solution.startswith(locked) else None
+
+
+RULES: dict[str, Callable[[str], Correct]] = {  # each takes --solutions' path, which only one needs
+    "carry_chain": lambda path: correct_carry_chain,
+    "arithmetic": lambda path: correct_arithmetic,
+    "solutions": solutions_rule,
 }
 
 

@@ -14,7 +14,6 @@ ERROR_HEADER, SOLUTION_HEADER = "[ERROR_DESCRIPTION]", "[CORRECT_SOLUTION]"
 INDEX_KEY = "first_error_step_index"
 
 PROBLEM, FORM, VERIFIED, STUDENT = "problem", "answer_form", "verified_start", "student_text"
-REFERENCE, STEPS = "reference_answer", "student_steps"
 
 
 class ParseError(ValueError):
@@ -66,34 +65,13 @@ _PREFIX_AWARE = (
     + _OUTPUT
 )
 
-_LOCATOR = f"""\
-You find the first mistake in a student's solution. The solution is cut into steps, numbered from 0; a right answer is given for
-reference.
-
-Judge the steps one after the other against the reference: is the reasoning sound, the arithmetic right, the code correct, and
-is nothing invented? Then give the number of the earliest faulty step: 0 if the opening step is already faulty, -1 if there is no
-fault at all.
-
-Reason as freely as you like. End your reply with one fenced JSON object that has a single integer key:
-
-```json
-{{"{INDEX_KEY}": <number>}}
-```
-"""
-
 
 def _ask(instructions: str, slots: Sequence[tuple[str, str]]) -> str:
     return instructions + "".join(f"\n<{tag}>\n{text}\n</{tag}>\n" for tag, text in slots)
 
 
-def locator_prompt(problem: str, reference: str, steps: Sequence[str]) -> str:
-    """Template A: asks for the index of the first faulty step (`parse_index` reads the reply)."""
-    numbered = "\n".join(f"[{i}] {step}" for i, step in enumerate(steps))
-    return _ask(_LOCATOR, [(PROBLEM, problem), (REFERENCE, reference), (STEPS, numbered)])
-
-
 def plain_prompt(problem: str, student: str, form: str = "") -> str:
-    """Template B: asks for a corrected solution of a response to the plain problem.
+    """Asks for a corrected solution of a response to the plain problem.
 
     Args:
       problem: all that the student is told. form: how a final answer is written, where the problem does not say it.
@@ -102,7 +80,7 @@ def plain_prompt(problem: str, student: str, form: str = "") -> str:
 
 
 def prefix_aware_prompt(problem: str, verified: str, student: str, form: str = "") -> str:
-    """Template C: the same for a response that continues `verified`, a locked prefix ("" at a root)."""
+    """The same for a response that continues `verified`, a locked prefix ("" at a root)."""
     return _ask(_PREFIX_AWARE, _slots(problem, form, verified, student))
 
 
@@ -127,7 +105,7 @@ _FILLED = re.compile(
 
 
 def read_slots(prompt: str) -> Slots:
-    """The inverse of templates B and C (for texts that hold none of the tags).
+    """The inverse of both prompts (for texts that hold none of the tags).
 
     Raises:
       ParseError: `prompt` was made by neither.
@@ -194,7 +172,7 @@ def _not_empty(solution: str, found: object) -> str:
 
 
 def parse_index(reply: str) -> int:
-    """Returns the first faulty step's index from a reply to `locator_prompt`: the last JSON value that holds the key decides.
+    """Returns the first faulty step's index from a reply that locates it: the last JSON value that holds the key decides.
 
     Fenced objects are looked at first, then any fenced text, then the reply as a whole.
 

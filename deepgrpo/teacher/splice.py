@@ -14,9 +14,11 @@ import dataclasses
 import os.path
 import re
 import unicodedata
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import ml_collections
 import numpy as np
 
 from deepgrpo.rewards.answer import unit_at
@@ -68,6 +70,13 @@ class Limits:
     min_suffix_len: int
     max_model_len: int
     min_remaining_tokens: int = 32
+
+    @classmethod
+    def from_config(cls, config: ml_collections.ConfigDict) -> "Limits":
+        """config: the whole configuration."""
+        t = config.teacher
+        matches = t.min_prefix_match_tokens, t.min_prefix_match_ratio, t.min_suffix_len
+        return cls(*matches, config.rollout.max_model_len, config.curriculum.min_remaining_tokens)
 
 
 def _no_ids() -> Ids:
@@ -203,20 +212,16 @@ def whole(text: str, place: int) -> int:
 #### The two rules
 
 
-def splice_tokens(
-    student: Ids, teacher: Sequence[int], state_len: int, eos: Any, limits: Limits, codec: Codec | None = None
-) -> Splice:
-    """Cuts where the ids part.
+def splice_tokens(student: Ids, teacher: Sequence[int], state_len: int, eos: Any, limits: Limits) -> Splice:
+    """Cuts where the ids part, as the reference does: also inside a number or a mark.
 
     Args:
       student: int32[len], the sampled response. teacher: the teacher's text as encoded. state_len: ids before the response.
-      eos: see `append_eos`. codec: to go back to where no number or mark is cut; None: as the reference.
+      eos: see `append_eos`.
     """
     if not len(teacher):
         return Splice("empty_teacher_tokens")
     match = common_prefix(student, teacher)
-    if codec is not None:
-        match = back_off(codec, student[:match], codec.decode(student), codec.decode(teacher))
     return _checked(student, match, teacher[match:], state_len, eos, limits, match_tokens=match)
 
 
@@ -318,3 +323,52 @@ def _checked(student: Ids, match: int, suffix: Sequence[int], state_len: int, eo
     if reason:
         return Splice(reason, **lengths)
     return Splice("", student[:match], as_ids(closed), len(suffix), student[match:], **lengths)
+
+
+#### Other places, for the question whether the place matters
+
+# teacher: where student and teacher part (the method); own: a random place before it; random: a random place of the student's
+# failed response, right so far or not; solution: a random place of the teacher's solution, as of a worked example shown in part.
+# All ask the teacher the same and verify the same. Only the first two keep the teacher's suffix as what follows the state.
+PLACES = ("teacher", "own", "random", "solution")
+PURPOSE = 0xC07  # keeps these draws apart from all others of the same seed
+
+
+def move(cut: Splice, student: Ids, state_ids: Ids, place: str, *, codec: Codec, limits: Limits, seed: int) -> Splice:
+    """The cut at `place`: a function of its arguments, with the same lengths of the match for the metrics.
+
+    At least one token is kept and at least one left out; of special tokens (the response's stop id) none is kept. A place inside
+    a number or mark is moved back to where that begins, at the very start of the text forward.
+
+    Args:
+      cut: an accepted one. student: int32[len], the response. state_ids: int32[len], what it continues.
+
+    Returns:
+      The new cut; its `reason` is no_room_for_rollouts, too_long, empty_suffix or prefix_too_short if that place does not exist.
+    """
+    if place == "teacher":
+        return cut
+    body = cut.body()
+    source = body if place == "solution" else student
+    special = np.flatnonzero(np.isin(source, list(codec.special_ids)))
+    end = min(int(special[0]) if special.size else len(source), len(source) - 1)
+    if place == "own":
+        end = min(end, max(1, len(cut.prefix_ids) - 1))
+    room = limits.max_model_len - limits.min_remaining_tokens - len(state_ids)
+    if min(end, room) < 1:
+        return dataclasses.replace(cut, reason="no_room_for_rollouts" if end >= 1 else "empty_suffix")
+    fingerprint = zlib.crc32(np.concatenate([state_ids, student]).astype("<i4").tobytes())
+    k = int(np.random.default_rng((seed, PURPOSE, fingerprint)).integers(1, min(end, room) + 1))
+    text = codec.decode(source)
+    first = (n for n in range(1, min(end, room) + 1) if back_off(codec, source[:n], text) == n)
+    k = back_off(codec, source[:k], text) or next(first, 0)
+    if not k:
+        return dataclasses.replace(cut, reason="prefix_too_short")
+    closing = cut.suffix_ids[cut.body_len :]
+    follows = body[k:] if place != "random" or k <= len(cut.prefix_ids) else cut.suffix_ids[: cut.body_len]
+    suffix = np.concatenate([follows, closing])
+    if len(state_ids) + k + len(suffix) > limits.max_model_len:
+        return dataclasses.replace(cut, reason="too_long")
+    return dataclasses.replace(
+        cut, prefix_ids=source[:k], suffix_ids=suffix, body_len=len(follows), failed_suffix_ids=student[k:]
+    )

@@ -12,17 +12,26 @@ others go on; only after several in a row nothing is asked for as long as the cl
 import asyncio
 import collections
 import contextlib
+import functools
 import logging
 import math
+import pathlib
 import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import ml_collections
+
 from deepgrpo.curriculum.base import Curriculum, Failure
 from deepgrpo.endpoint.breaker import FAILURES, SECONDS
-from deepgrpo.endpoint.cache import ReplayMiss
-from deepgrpo.teacher.annotate import Outcome
+from deepgrpo.endpoint.cache import ReplayMiss, ReplyCache
+from deepgrpo.endpoint.client import open_client
+from deepgrpo.rewards.grade import missing_form
+from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.teacher import oracle
+from deepgrpo.teacher.annotate import Annotator, Grader, Outcome
+from deepgrpo.teacher.splice import Codec
 
 STOP_SECONDS = 30.0  # that running corrections get at the end; what is left goes back to the pool
 log = logging.getLogger(__name__)
@@ -402,3 +411,31 @@ class TeacherWorker:
 
 
 COUNTERS = ("total_attempted", "total_succeeded", "deferred", "withdrawn", "cut_short", "report_errors", "restarts")
+
+
+def open_teacher(
+    config: ml_collections.ConfigDict,
+    stack: contextlib.ExitStack,
+    *,
+    curriculum: Curriculum,
+    grader: Grader,
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    folder: pathlib.Path,
+) -> TeacherWorker:
+    """Returns the worker, not yet started; what it needs is closed with `stack`.
+
+    Args:
+      config: the whole configuration. tokenizer: an instance that nothing else uses. folder: of the replies' cache.
+    """
+    teacher = config.teacher
+    if teacher.base_url == "oracle":  # also when replaying, where nobody asks it: a request's key must stay the same
+        rule = {"solutions": teacher.oracle_solutions, "error_rate": teacher.oracle_error_rate, "seed": config.seed}
+        served = stack.enter_context(oracle.Oracle(teacher.oracle, **rule))
+        config = config.copy_and_resolve_references()
+        config.teacher.base_url, config.teacher.model = served.base_url, oracle.MODEL
+    client = open_client(config, "teacher", stack.enter_context(contextlib.closing(ReplyCache(folder, teacher.replay))))
+    form = functools.partial(missing_form, rubric=Rubric.from_config(config.rewards))
+    annotator = Annotator(config, client, grader, Codec(tokenizer), stop_ids, form=form)
+    settings = {"max_concurrent": teacher.max_concurrent, "synchronous": teacher.synchronous}
+    return TeacherWorker(curriculum, annotator, **settings, strict_reference=config.strict_reference)

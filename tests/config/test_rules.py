@@ -155,7 +155,7 @@ def test_the_tables_name_keys_that_exist():
 
 def test_names_are_those_of_the_code():
     grade = pytest.importorskip("deepgrpo.rewards.grade")
-    teacher_rules = pytest.importorskip("deepgrpo.teacher.rules")
+    teacher_rules = pytest.importorskip("deepgrpo.teacher.oracle")
     templates = pytest.importorskip("deepgrpo.data.templates")
     assert set(rules.STEP_CHECKED) == grade.STEP_CHECKING
     assert set(values.CHOICES["teacher.oracle"]) == set(teacher_rules.RULES)

@@ -12,6 +12,7 @@ from deepgrpo.endpoint.transport import LONGEST_WAIT, retry_after
 from deepgrpo.teacher.oracle import Oracle
 from deepgrpo.teacher.prompts import parse_solution, prefix_aware_prompt
 from tests.endpoint.scripted import client, run
+from tests.teacher.faulty_oracle import FaultyOracle
 
 TIMEOUT = 4.0  # seconds: half-open connections wait it out, and no healthy reply takes as long, also under load
 
@@ -40,7 +41,7 @@ def test_fault_programme():
     draw = random.Random(0)
     script = [draw.choices(["429", "500", "half_open", "truncated", ""], [30, 10, 5, 5, 50])[0] for _ in range(1000)]
     threads = threading.active_count()
-    with Oracle("arithmetic", faults=script.__getitem__) as oracle:
+    with FaultyOracle("arithmetic", faults=script.__getitem__) as oracle:
         client = client_of(oracle, max_concurrent=8, failures=20, retries=20)
         results = asyncio.run(asked_and_closed(client, 60))
         assert [r.parsed for r in results] == [f"{i} + 3 = {i + 3}\n#### {i + 3}" for i in range(60)]
@@ -63,21 +64,21 @@ def _until(condition, what, deadline=120.0):
 
 @pytest.mark.parametrize("fault", ["think", "echo", "fenced", "slow"])
 def test_odd_replies_are_read(fault):
-    with Oracle("arithmetic", faults=lambda n: fault) as oracle:
+    with FaultyOracle("arithmetic", faults=lambda n: fault) as oracle:
         client = client_of(oracle, timeout=60.0)
         assert run(lambda: ask(client))[0].parsed == "2 + 3 = 5\n#### 5"
 
 
 @pytest.mark.parametrize("fault", ["no_header", "empty"])
 def test_unusable_replies_are_asked_again_at_the_next_temperature(fault):
-    with Oracle("arithmetic", faults=lambda n: fault if n == 0 else "") as oracle:
+    with FaultyOracle("arithmetic", faults=lambda n: fault if n == 0 else "") as oracle:
         client = client_of(oracle, timeout=60.0)
         [reply] = run(lambda: ask(client))
         assert (reply.parsed, reply.temperature) == ("2 + 3 = 5\n#### 5", 0.7)
 
 
 def test_permanent_failures_are_not_retried():
-    with Oracle("arithmetic", faults=["400", "401"].__getitem__) as oracle:
+    with FaultyOracle("arithmetic", faults=["400", "401"].__getitem__) as oracle:
         client = client_of(oracle)
         [refused] = run(lambda: ask(client))
         [denied] = run(lambda: ask(client))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deepgrpo.teacher import prompts
-from deepgrpo.teacher.rules import RULES
+from deepgrpo.teacher.oracle import RULES
 
 MODEL = "scripted"
 CERTIFICATE = """-----BEGIN CERTIFICATE-----

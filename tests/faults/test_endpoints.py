@@ -19,7 +19,7 @@ from deepgrpo.model.config import ModelConfig
 from deepgrpo.rewards.grade import grade
 from deepgrpo.rollout.engine import Request, Sampling
 from deepgrpo.rollout.native import NativeEngine
-from deepgrpo.teacher.setup import open_teacher
+from deepgrpo.teacher.worker import open_teacher
 from deepgrpo.weights import hf
 from tests.faults.behaviours import COMMON, KWARGS, ODD, SECRET, choice, refuses, usage
 from tests.faults.scripted_endpoint import MODEL, Endpoint, right

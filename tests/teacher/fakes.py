@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from configs import common
 from deepgrpo.curriculum.base import Correction, Failure
 from deepgrpo.teacher.annotate import ACCEPTED, Outcome
 from deepgrpo.teacher.worker import TeacherWorker
@@ -151,3 +152,12 @@ def worker_on(queue, script, **settings):
 
 def failures(n):
     return [failure(event=i) for i in range(n)]
+
+
+def configured(limits):
+    """The whole configuration, with these limits of a cut."""
+    config = common.get_config()
+    names = ("min_prefix_match_tokens", "min_prefix_match_ratio", "min_suffix_len")
+    config.teacher.update({name: getattr(limits, name) for name in names})
+    config.rollout.max_model_len, config.curriculum.min_remaining_tokens = limits.max_model_len, limits.min_remaining_tokens
+    return config

@@ -66,11 +66,8 @@ def test_no_prefix_ends_inside_a_number_or_mark(student, teacher, prefix):
     found = splice_text(CODEC, by_character, teacher, 0, [STOP], OPEN)
     assert CODEC.decode(found.prefix_ids) == prefix
     ids = [i for symbol in teacher for i in CODEC.encode(symbol)]
-    by_ids = splice_tokens(by_character, ids, 0, [STOP], OPEN, CODEC)
-    assert by_ids.reason or CODEC.decode(by_ids.prefix_ids) == prefix
-    assert len(splice_tokens(by_character, ids, 0, [STOP], OPEN).prefix_ids) >= len(by_ids.prefix_ids), (
-        "the reference cuts anywhere"
-    )
+    by_ids = splice_tokens(by_character, ids, 0, [STOP], OPEN)
+    assert len(by_ids.prefix_ids) >= len(found.prefix_ids), "the reference cuts anywhere"
 
 
 def test_a_prefix_split_anywhere_gives_the_verdict_of_the_whole():

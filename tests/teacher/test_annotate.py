@@ -11,7 +11,7 @@ from deepgrpo.teacher.oracle import Oracle
 from deepgrpo.teacher.splice import Limits
 from deepgrpo.types import Grade
 from tests.endpoint.scripted import Scripted, client, completion
-from tests.teacher.fakes import InstantGrader, NumberCodec, failure
+from tests.teacher.fakes import InstantGrader, NumberCodec, configured, failure
 from tests.teacher.scenarios import teacher_cases
 from tests.teacher.tokenizers_for_tests import byte_level_codec
 
@@ -31,9 +31,11 @@ def annotate(annotator, failed, step=5):
     return asyncio.run(main())
 
 
-def made(client, grader, codec=CODEC, **settings):
-    settings = {"leaks": lambda source, text: "####" in text, "limits": LIMITS, "threshold": 0.0, "stop_ids": [STOP]} | settings
-    return Annotator(client=client, grader=grader, codec=codec, **settings)
+def made(client, grader, codec=CODEC, limits=LIMITS, leaks=lambda source, text: "####" in text, **settings):
+    """settings: keys with a double underscore for the dot, and `form`."""
+    config, form = configured(limits), settings.pop("form", lambda told, source: "")
+    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in settings.items()})
+    return Annotator(config, client, grader, codec, [STOP], leaks, form)
 
 
 @pytest.mark.parametrize("args, result", teacher_cases("suffix_alignment"))
@@ -49,8 +51,7 @@ def test_golden_suffix_alignment(args, result):
         grader,
         NumberCodec(args["eos_token_id"]),
         limits=limits,
-        threshold=args["reward_threshold"],
-        splice="tokens",
+        rewards__threshold=float(args["reward_threshold"]),
         strict_reference=True,
     )
     outcome = annotate(annotator, failure(args["prompt_ids"], args["student_ids"]))
@@ -98,7 +99,7 @@ def test_a_prefix_that_holds_the_answer_is_refused_unverified():
 def test_no_verdict_is_neither_accepted_nor_wrong():
     failed = written("1 + 1 = 3")
     for grader in (InstantGrader(Grade(None, False, "crash")), InstantGrader(RuntimeError("closed")), InstantGrader(None)):
-        outcome = annotate(made(says("1 + 1 = 2"), grader, deadline=0.05), failed)
+        outcome = annotate(made(says("1 + 1 = 2", deadline=0.05), grader), failed)
         assert (outcome.reason, outcome.deferred, outcome.correction) == ("no_verdict", True, None)
     assert annotate(made(says("1 + 1 = 2"), InstantGrader(WRONG)), failed).reason == "reward_too_low"
 

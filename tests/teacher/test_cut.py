@@ -7,9 +7,8 @@ from deepgrpo.data import carry_chain
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.steps import grade_carry_chain as grade
 from deepgrpo.teacher.annotate import ACCEPTED
-from deepgrpo.teacher.cut import PLACES, move
 from deepgrpo.teacher.oracle import misled
-from deepgrpo.teacher.splice import Limits, splice_text
+from deepgrpo.teacher.splice import PLACES, Limits, move, splice_text
 from deepgrpo.types import Grade, as_ids
 from tests.teacher.fakes import InstantGrader
 from tests.teacher.test_annotate import CODEC, STOP, annotate, made, says, written
@@ -56,18 +55,16 @@ def test_room_bounds_the_place():
     assert {moved("random", seed, limits=Limits(0, 0.0, 0, whole - 1, 8)).reason for seed in range(50)} == {"too_long"}
     full = Limits(0, 0.0, 0, len(STATE) + 8, 8)
     assert moved("solution", limits=full).reason == "no_room_for_rollouts"
-    with pytest.raises(ValueError, match="curriculum.cut must be one of"):
-        made(says(SOLUTION), InstantGrader(Grade(1.0, True, "right")), place="half")
 
 
 def test_the_teachers_whole_answer_is_verified_whatever_the_place():
     grader = InstantGrader(Grade(1.0, True, "right"))
     failed = written("The sum is 12 + 30 = 43 units.")
-    outcome = annotate(made(says(SOLUTION), grader, place="random", seed=3), failed)
+    outcome = annotate(made(says(SOLUTION), grader, curriculum__cut="random", seed=3), failed)
     assert outcome.reason == ACCEPTED and grader.answers[0].response == SOLUTION
     kept = outcome.correction.prefix_ids
     np.testing.assert_array_equal(kept, failed.response_ids[: len(kept)])
-    leaking = made(says(SOLUTION), grader, place="random", seed=3, leaks=lambda source, text: True)
+    leaking = made(says(SOLUTION), grader, curriculum__cut="random", seed=3, leaks=lambda source, text: True)
     assert annotate(leaking, failed).reason == "answer_leak"  # of the prefix at the new place
 
 

@@ -12,14 +12,16 @@ from transformers import AutoTokenizer
 
 from deepgrpo.data import carry_chain
 from deepgrpo.endpoint.cache import ReplyCache
-from deepgrpo.teacher import rules
+from deepgrpo.teacher import oracle as rules
 from deepgrpo.teacher.annotate import Annotator
-from deepgrpo.teacher.oracle import MODEL, Oracle
+from deepgrpo.teacher.oracle import MODEL
 from deepgrpo.teacher.splice import Codec, Limits
 from deepgrpo.teacher.worker import TeacherWorker
 from deepgrpo.types import Grade, Problem, as_ids
 from tests.curriculum import made
 from tests.endpoint.scripted import client
+from tests.teacher.fakes import configured
+from tests.teacher.faulty_oracle import FaultyOracle
 
 SUM = "47 + 38 + 25 = ?"
 RIGHT = "47 + 38 = 85\n85 + 25 = 110\n#### 110"
@@ -92,15 +94,8 @@ def corrected_forest(tmp_path, name, base_url, replay="", seed=0):
     codec = Codec(AutoTokenizer.from_pretrained(folder))
     asks = client(base_url, model=MODEL, cache=ReplyCache(tmp_path / name, replay=replay))
     limits = Limits(min_prefix_match_tokens=1, min_prefix_match_ratio=0.0, min_suffix_len=1, max_model_len=200)
-    annotator = Annotator(
-        client=asks,
-        grader=SolutionGrader(),
-        codec=codec,
-        leaks=lambda source, text: "####" in text,
-        limits=limits,
-        threshold=0.0,
-        stop_ids=[codec.eos_token_id],
-    )
+    config, stop_ids = configured(limits), [codec.eos_token_id]
+    annotator = Annotator(config, asks, SolutionGrader(), codec, stop_ids, lambda source, text: "####" in text)
     forest, rng = made.forest(max_model_len=200), np.random.default_rng(seed)
     worker = TeacherWorker(forest, annotator, max_concurrent=8, synchronous=True)
     worker.start()
@@ -118,7 +113,7 @@ def corrected_forest(tmp_path, name, base_url, replay="", seed=0):
 
 def test_replaying_a_run_needs_no_endpoint_and_makes_the_same_forest(tmp_path):
     faults = ["", "429", "no_header", "500", "truncated", "think"]
-    with Oracle("carry_chain", faults=lambda n: faults[n] if n < len(faults) else "") as oracle:
+    with FaultyOracle("carry_chain", faults=lambda n: faults[n] if n < len(faults) else "") as oracle:
         trees, metrics = corrected_forest(tmp_path, "first", oracle.base_url)
         asked = oracle.requests
     assert metrics["teacher_suffix/accepted"] >= 10 and metrics["teacher_worker/deferred"] == 0

@@ -79,7 +79,15 @@ def test_the_annotator_asks_with_what_the_student_is_told(prefix_aware):
     scripted = Scripted([completion("none")])
     failed = failure(question="2 + 3 = ?")
     object.__setattr__(failed.problem, "told", "Say #### at the end.\n\n2 + 3 = ?")
-    annotate(made(scripted.client(), InstantGrader(None), prefix_aware=prefix_aware, form=lambda told, source: source), failed)
+    annotate(
+        made(
+            scripted.client(),
+            InstantGrader(None),
+            curriculum__pool="forest" if prefix_aware else "suffixes",
+            form=lambda told, source: source,
+        ),
+        failed,
+    )
     content = scripted.requests[0]["messages"][0]["content"]
     assert "<problem>\nSay #### at the end.\n\n2 + 3 = ?\n</problem>\n\n<answer_form>\narithmetic\n</answer_form>" in content
     assert content.startswith(prompts._PREFIX_AWARE if prefix_aware else prompts._PLAIN)

@@ -32,7 +32,7 @@ from deepgrpo.model.transformer import Transformer
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.types import as_ids
 from deepgrpo.weights import hf
-from deepgrpo.weights.setup import open_vllm
+from deepgrpo.weights.engines import open_vllm
 
 MODELS = {
     "small": ModelConfig("qwen2", 12288, 14, 768, 12, 4, 64, 2048, 1e4, 1e-6, True, True, False, 1024),

@@ -152,7 +152,7 @@ def measure(model_name: str, python: str, repeats: int) -> dict[str, list[dict[s
     from deepgrpo.rollout.engine import Sampling
     from deepgrpo.rollout.native import NativeEngine
     from deepgrpo.types import as_ids
-    from deepgrpo.weights.setup import open_vllm
+    from deepgrpo.weights.engines import open_vllm
 
     model, config = MODELS[model_name], common.get_config()
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:

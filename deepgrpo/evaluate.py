@@ -47,8 +47,9 @@ from deepgrpo.telemetry import evaluation_tables as tables
 from deepgrpo.telemetry.log import close_log, end_step, open_log
 from deepgrpo.telemetry.regrade import Marks, grader_version, regrade, result_of
 from deepgrpo.types import Problem, Prompt
-from deepgrpo.weights import best, fixed, run_folder, runs
-from deepgrpo.weights.setup import open_engine
+from deepgrpo.weights import checkpoint as checkpoint_lib
+from deepgrpo.weights import fixed, run_folder, runs
+from deepgrpo.weights.engines import open_engine
 
 GRADERS = CHOICES["rewards.grader"]
 OWN = ("--checkpoint=RUN", "--best", "--model=FOLDER", "--out=FOLDER", "--regrade=FOLDER", "compare")  # besides --config
@@ -250,7 +251,7 @@ def selection(step: pathlib.Path | None, loaded: dict[str, list[Problem]]) -> di
             shared |= bool(overlap([row.question for row in readers.read(spec)], asked).found)
         except (OSError, ValueError):  # the file is gone: its name has to tell
             shared |= spec.startswith("unknown") or file_of(spec) in map(file_of, loaded)
-    return {"sets": sets, "label": best.LABEL if shared else ""}
+    return {"sets": sets, "label": checkpoint_lib.LABEL if shared else ""}
 
 
 def engine_version(config) -> str:

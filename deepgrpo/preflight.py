@@ -17,7 +17,7 @@ from ml_collections import config_dict
 from deepgrpo.config import forest_folder
 from deepgrpo.config.errors import ConfigError, Finding, describe
 from deepgrpo.config.rules import ORACLE, settings_problems
-from deepgrpo.weights import room
+from deepgrpo.weights import run_folder
 
 DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave behind; asking JAX would start its backends
     "/dev/nvidia[0-9]*",
@@ -163,7 +163,7 @@ def resource_problems(config: config_dict.ConfigDict) -> list[Finding]:
     if not config.data.train:
         return []
     on_cpu = os.environ.get("JAX_PLATFORMS", "").lower() == "cpu" or not any(map(glob.glob, DEVICE_NODES))
-    return room.room_problems(config, on_cpu)
+    return run_folder.room_problems(config, on_cpu)
 
 
 def open_files_problems(config: config_dict.ConfigDict) -> list[Finding]:

@@ -28,8 +28,8 @@ from deepgrpo.config import flags
 from deepgrpo.preflight import model_problems, vllm_python_problems
 from deepgrpo.rollout.vllm_server import VllmServerError
 from deepgrpo.telemetry.log import close_log, open_log
-from deepgrpo.weights.room import weights_root
-from deepgrpo.weights.setup import serving_model, start_server
+from deepgrpo.weights.engines import serving_model, start_server
+from deepgrpo.weights.run_folder import weights_root
 
 LOOK_SECONDS = 2.0  # between two looks at the servers
 

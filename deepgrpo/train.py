@@ -52,8 +52,9 @@ from deepgrpo.telemetry.log import end_step
 from deepgrpo.telemetry.metrics import Metrics
 from deepgrpo.telemetry.progress import Progress, Timer, told
 from deepgrpo.types import Prompt
-from deepgrpo.weights import best, hf, run_folder
-from deepgrpo.weights.setup import open_engine, storing
+from deepgrpo.weights import checkpoint as checkpoint_lib
+from deepgrpo.weights import hf, run_folder
+from deepgrpo.weights.engines import open_engine, storing
 
 log = logging.getLogger("deepgrpo.train")  # by its name: __name__ is __main__ here
 
@@ -223,7 +224,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
             chosen_on = dumps.validation_records(groups[len(held_out) :], at, tokenizer.decode)
             dumps.show(run / "validation" / f"{at}.jsonl", records + chosen_on)
         of_selection = statistics.validation_metrics(chosen_on)
-        return statistics.validation_metrics(records) | {f"{best.SELECTION}{key}": v for key, v in of_selection.items()}
+        return statistics.validation_metrics(records) | {f"{checkpoint_lib.SELECTION}{key}": v for key, v in of_selection.items()}
 
     def save() -> None:
         host = {"step": step, "student_tokens": student_tokens, "dataset": dataset.state(), "learner": learner.host_state()}
@@ -347,7 +348,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         ############################################################################################################
         #  Checkpoint
         ############################################################################################################
-        deciding = {key: v for key, v in metrics.items() if not choosing or key.startswith(best.SELECTION)}
+        deciding = {key: v for key, v in metrics.items() if not choosing or key.startswith(checkpoint_lib.SELECTION)}
         is_best = checkpoints.note_validation(step, deciding)
         if (is_best or saves or stop.is_set()) and not ahead:
             save()

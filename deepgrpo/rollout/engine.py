@@ -1,6 +1,6 @@
 """The interface of every rollout engine: token ids in; token ids, log-probs and a finish reason out.
 
-An engine holds one set of weights with a version. `weights.setup.open_engine` returns it with the function that gives it others;
+An engine holds one set of weights with a version. `weights.engines.open_engine` returns it with the function that gives others;
 `generate` uses none that is not proven to be there. It is synchronous for the caller; how many requests run at once is the
 engine's business. The sampled distribution is `softmax(logits / temperature)` restricted to top-k, then to top-p, without phantom
 ids (vocabulary rows above the tokenizer), renormalised; returned log-probs are of exactly that distribution. Temperature 0 is

@@ -19,11 +19,9 @@ import httpx
 import numpy as np
 
 from deepgrpo.rollout.engine import BadAnswer, OnDone, Request, Sampling, check_ids
-from deepgrpo.rollout.vllm_control import SHOWN, VllmError
-from deepgrpo.rollout.vllm_fleet import Fleet, Replica, told
-from deepgrpo.rollout.vllm_routing import Router
+from deepgrpo.rollout.vllm_fleet import Fleet, Replica, Router, told
+from deepgrpo.rollout.vllm_http import GENERATE, SHOWN, VllmError, check_sampling, completions, generate_body, room, samples_asked
 from deepgrpo.rollout.vllm_server import VllmServerError
-from deepgrpo.rollout.vllm_wire import GENERATE, check_sampling, completions, generate_body, room, samples_asked
 from deepgrpo.telemetry import waits
 from deepgrpo.types import Completion, as_ids
 

@@ -13,9 +13,11 @@ hand is as good as the original, and a half-made copy is recognised. Nothing is 
 """
 
 import concurrent.futures
+import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import pathlib
 import shutil
@@ -31,13 +33,75 @@ from jax.experimental import multihost_utils
 
 from deepgrpo.config.errors import remedy_of
 from deepgrpo.weights import files
-from deepgrpo.weights.best import SELECTION, Best, better
+
+log = logging.getLogger(__name__)
+
+
+#### The best checkpoint
+
+# The best of many checkpoints looks better on the set that it was chosen on than it is. So a run may name sets that do nothing
+# but choose (`data.selection`, metrics below `selection/`); without them the validation sets choose, and the choice is
+# labelled.
+
+CORE = "val-core/"
+SELECTION = "selection/"  # before the metrics of sets that are not reported
+LABEL = "selected on a reported set"
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The best validation so far. label: what a reader of the score has to know."""
+
+    step: int
+    score: float
+    metric: str
+    label: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "label" or value}
+
+
+def deciding_metric(metrics: Mapping[str, float], configured: str) -> str:
+    """The key of the metric that decides.
+
+    Without a configured key: among the averages over sources (`val-core/avg/...`) if there are any, else among all of
+    `val-core/...`, the only one, or the only one whose last component is a mean over answers (`mean@N`). Where there are
+    metrics of sets that do nothing but choose (`selection/val-core/...`), these alone are looked at, in the same way.
+
+    Raises:
+      LookupError: the configured key is absent, or none or several qualify; says which.
+    """
+    core = [key for key in metrics if key.startswith(SELECTION + CORE)] or [key for key in metrics if key.startswith(CORE)]
+    core = sorted(core)
+    if configured:
+        if configured not in metrics:
+            raise LookupError(f"checkpoint.best_metric {configured!r} is not among {', '.join(core) or 'the metrics'}")
+        return configured
+    candidates = [key for key in core if key.removeprefix(SELECTION).startswith(f"{CORE}avg/")] or core
+    means = [key for key in candidates if key.rpartition("/")[2].startswith("mean@")]
+    for chosen in (candidates, means):
+        if len(chosen) == 1:
+            return chosen[0]
+    found = ", ".join(means or candidates) or "no val-core metric"
+    raise LookupError(f"found {found}, expected one metric that decides: set checkpoint.best_metric")
+
+
+def better(metrics: Mapping[str, float], step: int, best: Best | None, configured: str, label: str = "") -> Best | None:
+    """The new best, or None if this validation does not beat `best` (strictly). label: see `Best`.
+
+    Raises:
+      LookupError: as `deciding_metric`, or its value is not a number.
+    """
+    metric = deciding_metric(metrics, configured)
+    score = float(metrics[metric])
+    if math.isnan(score):
+        raise LookupError(f"{metric} is NaN, expected a number")
+    return Best(step, score, metric, label) if best is None or score > best.score else None
+
 
 FORMAT = 1
 ARRAYS, HOST, MANIFEST = "arrays", "host.json", "manifest.json"
 CRASH_POINTS = ("after_open", "mid_write", "before_rename", "after_rename", "after_pointer")
-
-log = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
@@ -54,7 +118,7 @@ class Checkpoints:
           folder: of the step folders; `latest` and `best_checkpoint.json` lie beside it.
           keep: newest complete checkpoints that are kept, besides the best; >= 1.
           save_best: whether validations compete at all.
-          best_metric: key of the metric that decides; "" for the average over sources (best.py). best_label: written to
+          best_metric: key of the metric that decides; "" for the average over sources (`deciding_metric`). best_label: written to
             `best_checkpoint.json` with each best, for its readers.
         """
         if keep < 1:

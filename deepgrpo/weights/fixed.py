@@ -22,7 +22,7 @@ PADDED = 64  # tokens: scored texts are filled up to multiples, so that few leng
 
 
 class FixedPolicy:
-    """Stands where `weights.setup.open_engine` takes a learner. policy: the parameters, sharded on a mesh."""
+    """Stands where `weights.engines.open_engine` takes a learner. policy: the parameters, sharded on a mesh."""
 
     def __init__(self, config: ModelConfig, params: Any, dtype: Any, num_real_ids: int, temperature: float):
         """temperature: of the distribution that `score` means."""

@@ -1,4 +1,4 @@
-"""What is wrong with a run's model folder, judged within seconds: nothing in here reads a weight or imports JAX.
+"""What is wrong with a run's model folder, judged within seconds: nothing in here reads a weight.
 
 A file's presence says little: it may be a pointer, a page that says 404, the first half of itself, or of another model. So every
 file is looked into, the tokenizer is loaded, and one prompt of each kind is made by the function that the run makes them with.
@@ -15,13 +15,13 @@ from deepgrpo.data import dataset, templates
 from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.data.tables import SIGNATURES
 from deepgrpo.model.config import ModelConfig, read_object
-from deepgrpo.weights import tensors
+from deepgrpo.weights import hf
 
 NAMED = 3  # missing tensors, and others, that a message names
 OBJECTS = ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json", "special_tokens_map.json")
-OBJECTS += ("added_tokens.json", "vocab.json", tensors.INDEX)
+OBJECTS += ("added_tokens.json", "vocab.json", hf.INDEX)
 TEXTS = ("merges.txt", "tokenizer.model", "chat_template.jinja")
-OF_TOKENIZER = {name for name in OBJECTS + TEXTS if name not in ("config.json", "generation_config.json", tensors.INDEX)}
+OF_TOKENIZER = {name for name in OBJECTS + TEXTS if name not in ("config.json", "generation_config.json", hf.INDEX)}
 OF_OTHERS = (  # first bytes of what is found in the place of a model's files, besides what is found in that of data files
     (b"# xet version", "a pointer of Xet, not the file itself"),
     (b"GGUF", "weights in llama.cpp's GGUF format"),
@@ -64,7 +64,7 @@ ELSE = (  # what folders hold that are no Hugging Face model: pattern, what that
     (
         "*.safetensors",
         "safetensors of other names",
-        "name them model.safetensors, or get the " + tensors.INDEX + " that names them",
+        "name them model.safetensors, or get the " + hf.INDEX + " that names them",
     ),
     ("*/config.json", "a model one folder deeper", "set --config.model.path={found.parent}"),
 )
@@ -83,7 +83,7 @@ def problems(config: Any) -> list[Finding]:
         model = ModelConfig.from_hf(folder)
     except (OSError, ValueError) as error:
         return [*findings, Finding(f"model: {error}", _remedy_of_config(folder))]
-    if not any(name.endswith(".safetensors") or name == tensors.INDEX for name in damaged):
+    if not any(name.endswith(".safetensors") or name == hf.INDEX for name in damaged):
         findings += _weights(config, folder, model)
     findings += context_problems(config, model)
     if not damaged.keys() & {*OF_TOKENIZER, *tokenizer_lib.END_TOKEN_FILES}:
@@ -135,24 +135,24 @@ def _place(config: Any, folder: pathlib.Path) -> Finding | None:
             f"model: {describe(error).partition(' -> ')[0]}", "have its owner let you read it, or choose another folder"
         )
     lacking = [] if "config.json" in names else ["config.json"]
-    if tensors.INDEX in names:
+    if hf.INDEX in names:
         try:
-            tensors.weight_files(folder)
+            hf.weight_files(folder)
         except FileNotFoundError as error:
             lacking += str(error).partition("not there: ")[2].split(", ")
         except ValueError:
             pass  # looked into below, where its content is
-    elif tensors.SINGLE not in names:
-        lacking.append(tensors.SINGLE)
+    elif hf.SINGLE not in names:
+        lacking.append(hf.SINGLE)
     if not ({"tokenizer.json", "tokenizer.model"} & names or {"vocab.json", "merges.txt"} <= names):
         lacking.append("tokenizer.json")
     if not lacking:
         return None
     what = f"model: {folder} lacks {', '.join(lacking)}"
-    if tensors.SINGLE not in lacking:
+    if hf.SINGLE not in lacking:
         return Finding(what, _get(config, folder))
     for pattern, kind, remedy in ELSE:
-        if found := min((path for path in folder.glob(pattern) if path.name != tensors.SINGLE), default=None):
+        if found := min((path for path in folder.glob(pattern) if path.name != hf.SINGLE), default=None):
             shown = remedy.format(folder=folder, found=found) or _merge(folder, found)
             return Finding(f"{what}; it holds {kind} ({found.relative_to(folder)})", shown)
     return Finding(what, _get(config, folder))
@@ -190,9 +190,9 @@ def _merge(folder: pathlib.Path, adapter: pathlib.Path) -> str:
 def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     """Those that a run or an engine reads; a link that leads nowhere is one of them."""
     try:
-        weights = tensors.weight_files(folder)
+        weights = hf.weight_files(folder)
     except (OSError, ValueError):
-        weights = [folder / tensors.SINGLE]
+        weights = [folder / hf.SINGLE]
     named = [folder / name for name in OBJECTS + TEXTS]
     return [path for path in named + weights if path.is_file() or path.is_symlink()]
 
@@ -215,7 +215,7 @@ def _damage(path: pathlib.Path) -> str:
         if path.suffix == ".json":
             read_object(path)
         elif path.suffix == ".safetensors":
-            tensors.header(path)
+            hf.header(path)
         elif path.suffix != ".model":
             path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -244,7 +244,7 @@ def _remedy_of_config(folder: pathlib.Path) -> str:
 def _weights(config: Any, folder: pathlib.Path, model: ModelConfig) -> list[Finding]:
     """Names, shapes and types in the files' headers against those that config.json calls for."""
     try:
-        wrong = tensors.mismatches(folder, model)
+        wrong = hf.mismatches(folder, model)
     except (OSError, ValueError) as error:
         return [Finding(f"model: {error}", "remove what is not meant, or get the folder again")]
     if not wrong:

@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 
 from deepgrpo.learner import distributed, sharding  # noqa: E402
-from deepgrpo.weights import hf, snapshot  # noqa: E402
+from deepgrpo.weights import hf, publish  # noqa: E402
 from deepgrpo.weights.checkpoint import Checkpoints  # noqa: E402
 from tests.learner import tiny  # noqa: E402
 
@@ -40,7 +40,7 @@ def main(folder: pathlib.Path, coordinator: str, index: int, count: int) -> None
         others = {
             "save": lambda step: checkpoints.save(step, learner.state, {}),
             "restore": lambda step: learner.restore(checkpoints.restore(step, learner.abstract_state())[0]),
-            "store": lambda folder: snapshot.store(learner.policy, folder, config, jnp.dtype("float32")),
+            "store": lambda folder: publish.store(learner.policy, folder, config, jnp.dtype("float32")),
             "fetch": lambda: fetched(learner.state),
         }
         if index:
@@ -57,7 +57,7 @@ def main(folder: pathlib.Path, coordinator: str, index: int, count: int) -> None
         both("restore", step=2)
         metrics.append(learner.update(tiny.make_rows(17, seed=3), 3))
         scores = learner.score([(row.prompt_ids, row.response_ids) for row in tiny.make_rows(5, seed=4)])
-        snapshots = snapshot.Snapshots(
+        snapshots = publish.Snapshots(
             folder / f"snapshots-{count}", "orbax", config, config.vocab_size, "float32", folder / "model"
         )
         published = hf.load(snapshots.write(snapshots.take(learner.policy, learner.announce), "3", {}))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from deepgrpo.rollout.engine import Request
-from deepgrpo.rollout.vllm_control import VllmError
 from deepgrpo.rollout.vllm_fleet import Deadlines
+from deepgrpo.rollout.vllm_http import VllmError
 from deepgrpo.types import as_ids
 from tests.rollout import tiny
 from tests.rollout.fake_vllm import Knobs

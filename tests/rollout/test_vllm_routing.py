@@ -4,8 +4,8 @@ import types
 
 import numpy as np
 
-from deepgrpo.rollout import vllm_routing
-from deepgrpo.rollout.vllm_routing import Router
+from deepgrpo.rollout import vllm_fleet
+from deepgrpo.rollout.vllm_fleet import Router
 from deepgrpo.types import as_ids
 
 
@@ -44,7 +44,7 @@ def test_a_server_that_is_away_is_not_missed_and_memory_is_bounded(monkeypatch):
     router = Router(block=8)
     router.choose(TREE, 8, replicas(5, 5, 0))
     assert router.choose(DEEPER, 8, replicas(9, 4)).index == 1
-    monkeypatch.setattr(vllm_routing, "REMEMBERED", 3)
+    monkeypatch.setattr(vllm_fleet, "REMEMBERED", 3)
     for start in range(5):
         router.choose(as_ids(np.arange(start, start + 16)), 8, replicas(1, 1))
     assert len(router._served) == 3

@@ -12,8 +12,7 @@ from deepgrpo.rollout.vllm import VllmEngine
 from deepgrpo.rollout.vllm_fleet import Deadlines, Fleet
 from deepgrpo.types import as_ids
 from deepgrpo.weights import hf
-from deepgrpo.weights.publish import Publisher
-from deepgrpo.weights.snapshot import Snapshots
+from deepgrpo.weights.publish import Publisher, Snapshots
 from tests.rollout import tiny
 from tests.rollout.fake_vllm import FakeVllm, Knobs
 

@@ -18,7 +18,7 @@ from deepgrpo import train  # noqa: E402
 from deepgrpo.data import carry_chain  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
 from deepgrpo.types import Completion, as_ids  # noqa: E402
-from deepgrpo.weights.snapshot import Snapshots  # noqa: E402
+from deepgrpo.weights.publish import Snapshots  # noqa: E402
 
 
 class Engine:

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from deepgrpo.weights.best import Best, better, deciding_metric
-from deepgrpo.weights.checkpoint import Checkpoints
+from deepgrpo.weights.checkpoint import Best, Checkpoints, better, deciding_metric
 from tests.conftest import golden_cases
 
 ARRAYS = {"params": {"w": np.ones(3, np.float32)}}

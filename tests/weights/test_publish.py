@@ -12,8 +12,8 @@ import pytest
 from deepgrpo.rollout.vllm_fleet import Deadlines, PublishError
 from deepgrpo.types import as_ids
 from deepgrpo.weights import hf, publish
-from deepgrpo.weights.setup import SelfTestError, own_folder, probe_text, self_test
-from deepgrpo.weights.snapshot import Snapshots
+from deepgrpo.weights.engines import SelfTestError, own_folder, probe_text, self_test
+from deepgrpo.weights.publish import Snapshots
 from tests.rollout import tiny
 from tests.rollout.fake_vllm import Knobs
 from tests.rollout.numpy_decoder import Model

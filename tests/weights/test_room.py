@@ -9,7 +9,7 @@ import pytest
 
 from configs import common
 from deepgrpo.model.config import ModelConfig
-from deepgrpo.weights import room
+from deepgrpo.weights import run_folder as room
 from tests.learner import tiny
 
 Usage = collections.namedtuple("Usage", "total used free")

@@ -22,19 +22,19 @@ from deepgrpo.rollout.engine import Engine, Request, Sampling, sample_seed
 from deepgrpo.rollout.native import NativeEngine
 from deepgrpo.rollout.vllm import VllmEngine
 from deepgrpo.rollout.vllm_fleet import Deadlines, Fleet
-from deepgrpo.rollout.vllm_proof import GREEDY_TOKENS
+from deepgrpo.rollout.vllm_http import GREEDY_TOKENS
 from deepgrpo.rollout.vllm_server import VllmServer
 from deepgrpo.types import Ids, as_ids
-from deepgrpo.weights import hf, room, snapshot
-from deepgrpo.weights.publish import Publisher
-from deepgrpo.weights.room import weights_root
-from deepgrpo.weights.snapshot import Snapshots
+from deepgrpo.weights import hf, publish, run_folder
+from deepgrpo.weights.publish import Publisher, Snapshots
+from deepgrpo.weights.run_folder import weights_root
+
+log = logging.getLogger(__name__)
+
 
 SELF_TEST_PROMPTS, SELF_TEST_TOKENS = 8, 64
 
 Publish = Callable[[Any, int], None]  # (parameters, version); see Publisher.publish
-
-log = logging.getLogger(__name__)
 
 
 def open_engine(
@@ -124,7 +124,7 @@ def storing(config: Any, learner: Learner, model_config: ModelConfig, num_real_i
     dtype = jnp.dtype(config.vllm.dtype or config.model.dtype)
 
     def store(folder: str) -> None:
-        snapshot.store(learner.policy, folder, published, dtype)
+        publish.store(learner.policy, folder, published, dtype)
 
     return store
 
@@ -189,7 +189,7 @@ def serving_model(config: Any, root: pathlib.Path) -> pathlib.Path:
 def own_folder(root: pathlib.Path) -> pathlib.Path:
     """A name below `root` for this process alone. What dead processes of this host left there is removed: it may fill memory."""
     host = socket.gethostname()
-    if root.parent == room.MEMORY_FOLDER:
+    if root.parent == run_folder.MEMORY_FOLDER:
         private(root)
     else:
         root.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,8 @@ from configs import common
 from deepgrpo.rollout.native import NativeEngine
 from deepgrpo.rollout.vllm_server import VllmServerError
 from deepgrpo.types import as_ids
-from deepgrpo.weights import hf, setup
-from deepgrpo.weights.setup import open_engine
+from deepgrpo.weights import engines, hf, run_folder
+from deepgrpo.weights.engines import open_engine
 from tests.rollout import tiny
 from tests.rollout.fake_vllm import FakeVllm
 from tests.rollout.vllm_rig import Student, nudged, tokenizer_folder, weights
@@ -100,14 +100,14 @@ def test_native(opened):
 
 def test_a_folder_in_memory_is_private(tmp_path, monkeypatch):
     """Its name can be foreseen: what others have put there is not used."""
-    monkeypatch.setattr(setup.room, "MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr(run_folder, "MEMORY_FOLDER", tmp_path)
     root = tmp_path / "deepgrpo-run"
-    own = setup.own_folder(root)
+    own = engines.own_folder(root)
     assert own.parent == root and root.stat().st_mode & 0o777 == 0o700
-    assert setup.own_folder(root) == own  # of this user, by another of its programs
+    assert engines.own_folder(root) == own  # of this user, by another of its programs
     root.chmod(0o755)
     (tmp_path / "link").symlink_to(root)
     (tmp_path / "file").touch()
     for place in (root, tmp_path / "link", tmp_path / "file"):
         with pytest.raises(PermissionError, match=f"{place} is not this user's alone.* -> .*--config.weights.folder"):
-            setup.own_folder(place)
+            engines.own_folder(place)

@@ -74,8 +74,7 @@ def own(variant: str, work: str):
     from deepgrpo.learner import rows as rows_lib
     from deepgrpo.learner.learner import Learner
     from deepgrpo.learner.objective import MAIN
-    from deepgrpo.learner.packing import build
-    from deepgrpo.learner.placement import Cell, whole
+    from deepgrpo.learner.packing import Bin, build, whole
     from deepgrpo.model.config import ModelConfig
     from deepgrpo.model.transformer import Transformer
     from deepgrpo.types import as_ids
@@ -93,7 +92,7 @@ def own(variant: str, work: str):
             (shape,) = self.shapes
             cells = []
             for start in range(0, len(rows), shape.B):
-                cell = Cell(shape.B, shape.T, shape.C)
+                cell = Bin(shape.B, shape.T, shape.C)
                 for r, i in enumerate(range(start, min(start + shape.B, len(rows)))):
                     cell._put(r, whole(i, rows[i]))
                 cells.append(cell)

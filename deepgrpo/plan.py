@@ -28,8 +28,8 @@ from deepgrpo.config.streams import tool
 from deepgrpo.curriculum import pool_class
 from deepgrpo.data import dataset as dataset_lib
 from deepgrpo.data import tokenizer as tokenizer_lib
-from deepgrpo.learner import flops, memory, packing, placement, sharding
-from deepgrpo.learner import programs as programs_lib
+from deepgrpo.learner import costs, packing, sharding
+from deepgrpo.learner import step as programs_lib
 from deepgrpo.learner.minibatch import (
     cut,
     injection_count,
@@ -40,9 +40,8 @@ from deepgrpo.learner.minibatch import (
 from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER, Objective
 from deepgrpo.learner.optim import Optim
 from deepgrpo.learner.rows import Row
-from deepgrpo.model import presets
 from deepgrpo.model.attention import choose_backend
-from deepgrpo.model.config import ModelConfig
+from deepgrpo.model.config import SHAPES, ModelConfig, preset_shapes
 from deepgrpo.model.transformer import Placement, Transformer, abstract_params
 from deepgrpo.teacher.prompts import plain_prompt
 from deepgrpo.telemetry import terminal
@@ -51,7 +50,7 @@ from deepgrpo.types import as_ids
 from deepgrpo.weights.model_folder import context_problems
 
 FLAGS = ("--device=KIND", "--devices=N", "--preset=NAME", "--mfu=SHARE", "--compile", "--json")  # named when one is mistyped
-DEVICES = {  # name: JAX's device_kind (which flops.PEAKS knows), memory in GB, its bandwidth in GB/s; as the vendors state them
+DEVICES = {  # name: JAX's device_kind (which costs.PEAKS knows), memory in GB, its bandwidth in GB/s; as the vendors state them
     "b200": ("NVIDIA B200", 180, 8000),
     "h200": ("NVIDIA H200", 141, 4800),
     "h100": ("NVIDIA H100 80GB HBM3", 80, 3350),
@@ -138,17 +137,17 @@ def find_model(config: Any, preset: str, notes: list[str]) -> ModelConfig:
       ConfigError: none of them is known.
     """
     if preset:
-        found, origin = presets.preset(preset), f"--preset={preset}"
+        found, origin = preset_shapes(preset), f"--preset={preset}"
     elif (pathlib.Path(config.model.path) / "config.json").is_file():
         model = ModelConfig.from_hf(config.model.path)
         notes += [f"such a run would not start: {what}" for what, _, _ in context_problems(config, model)]
         return model
     else:
-        found, origin = presets.preset(config.model.origin) or presets.preset(config.model.path), f"{config.model.path} is absent"
+        found, origin = preset_shapes(config.model.origin) or preset_shapes(config.model.path), f"{config.model.path} is absent"
     if found is None:
         raise config_lib.ConfigError(
             f"the model's shapes are not known ({origin}): get the folder ({config.model.origin or 'model.path'}), or name one of"
-            f" --preset={', '.join(presets.SHAPES)}"
+            f" --preset={', '.join(SHAPES)}"
         )
     notes.append(f"{origin}: shapes are those of a table, not of the model's own config.json")
     return found
@@ -246,14 +245,14 @@ def learner_work(config: Any, model: ModelConfig, mini_batches: list[list[Row]],
     tokens, padded, used = [], 0, {}
     for rows in mini_batches:
         cells, shape = packing.choose(rows, shapes, shards, apart)
-        tokens.append(sum(placement.length(piece) for cell in cells for pieces in cell.rows for piece in pieces))
+        tokens.append(sum(packing.length(piece) for cell in cells for pieces in cell.rows for piece in pieces))
         micro_batches = -(-len(cells) // shards)
         padded += micro_batches * shape.B * shape.T
         used[shape.T] = used.get(shape.T, 0) + micro_batches
     epochs = config.optim.ppo_epochs
-    update = flops.of_update(model, mini_batches, tokens) * epochs
-    old = flops.of_update(model, mini_batches[1:], tokens[1:]) / 3  # the first mini-batch of a step is on policy
-    every = sum(placement.row_length(row) for rows in mini_batches for row in rows)
+    update = costs.update_flops(model, mini_batches, tokens) * epochs
+    old = costs.update_flops(model, mini_batches[1:], tokens[1:]) / 3  # the first mini-batch of a step is on policy
+    every = sum(packing.row_length(row) for rows in mini_batches for row in rows)
     return {
         "rows": sum(map(len, mini_batches)),
         "optimizer_steps": len(mini_batches) * epochs,
@@ -262,7 +261,7 @@ def learner_work(config: Any, model: ModelConfig, mini_batches: list[list[Row]],
         "spared_by_shared_prefixes": every - sum(tokens),
         "padding_share": 1 - sum(tokens) / max(1, padded),
         "flops_update": update,
-        "flops_reference": flops.of_update(model, mini_batches, tokens) / 3 if config.objective.kl_coef else 0.0,
+        "flops_reference": costs.update_flops(model, mini_batches, tokens) / 3 if config.objective.kl_coef else 0.0,
         "flops_old_log_probs": old,
     }
 
@@ -340,7 +339,7 @@ def steps_of(config: Any, work: Work, sampled: float) -> int | None:
 def seconds_of(config: Any, arguments: argparse.Namespace, work: float, rollout: float | None, notes: list[str]) -> dict:
     """Seconds of a step: model FLOPs `work` at the assumed utilisation, and rollouts; None where a speed is not known."""
     kind = DEVICES[arguments.device][0]
-    peak = flops.peak(kind, config.model.dtype)
+    peak = costs.peak_flops(kind, config.model.dtype)
     learner = work / (peak * arguments.mfu * arguments.devices) if peak else None
     if learner is None:
         notes.append(f"FLOP/s of {kind} in {config.model.dtype} are not known: no seconds")
@@ -428,7 +427,7 @@ def worst(config: Any, model: ModelConfig, shapes: list, mesh: dict, attention: 
         mini_batches=mini_batches,
         teacher_optimizer=config.objective.teacher_update == "post_ppo",
     )
-    plans = [(memory.plan_memory(model, shape, **keys | changes), shape) for shape in shapes]
+    plans = [(costs.plan_memory(model, shape, **keys | changes), shape) for shape in shapes]
     return max(plans, key=lambda found: sum(found[0].values()))
 
 
@@ -457,7 +456,7 @@ def compiled(config: Any, model: ModelConfig, devices: int, shape: packing.Shape
     with jax.set_mesh(mesh):
         program = programs.lower("train_step", shape).compile()
     parts, _ = worst(config, model, [shape], dict(mesh.shape), attention, 1, reference=False)
-    measured, estimated = memory.compiled(program), sum(parts.values())
+    measured, estimated = costs.compiled(program), sum(parts.values())
     return {
         "on": f"{devices} x {found[0].device_kind}",
         "attention": attention,

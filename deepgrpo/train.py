@@ -31,12 +31,11 @@ from deepgrpo.curriculum import suffix_sft
 from deepgrpo.data import dataset as dataset_lib
 from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.endpoint.client import DEADLINE_SLACK
-from deepgrpo.learner import distributed, nonfinite, sharding
-from deepgrpo.learner.attach import find_continuations
+from deepgrpo.learner import distributed, report, sharding
+from deepgrpo.learner.distributed import Stop
 from deepgrpo.learner.learner import Learner, PendingUpdate
 from deepgrpo.learner.minibatch import least_prompts, step_rows
-from deepgrpo.learner.stop import Stop
-from deepgrpo.learner.training_rows import Idle, training_rows
+from deepgrpo.learner.training_rows import Idle, find_continuations, training_rows
 from deepgrpo.loops import dynamic, reasoning, treerl
 from deepgrpo.loops.base import Setting, with_branches, with_sampling
 from deepgrpo.model.config import ModelConfig
@@ -253,7 +252,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         return over or 0 < config.train.student_tokens <= student_tokens
 
     setup.done(f"run {config.name} stopped")
-    stack.enter_context(nonfinite.told())
+    stack.enter_context(report.end_if_not_finite())
     progress = Progress(config.train, where(), config.telemetry.progress)
     stack.callback(progress.close)
     if step == 0:

@@ -46,7 +46,7 @@ def test_keys_in_backquotes_exist(name):
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_paths_exist(name):
-    """Those that begin with a folder of the checkout, and modules by their place in the package (`learner/memory.py`)."""
+    """Those that begin with a folder of the checkout, and modules by their place in the package (`learner/costs.py`)."""
     named = set(re.findall(r"(?<![\w/.-])(?:deepgrpo|configs|docs|launch|tests|benchmarks)/[\w./-]*[\w/]", TEXTS[name]))
     modules = set(re.findall(rf"(?<![\w/.-])(?:{ROOMS})/\w+\.py\b", TEXTS[name]))
     assert not [path for path in named if not (ROOT / path).exists()]

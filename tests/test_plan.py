@@ -10,7 +10,6 @@ import rich.console
 from configs import common
 from deepgrpo import plan
 from deepgrpo.config import ConfigError
-from deepgrpo.model import presets
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.telemetry.plan_tables import show
 from tests.learner import tiny
@@ -37,7 +36,7 @@ def planned(*flags):
     ],
 )
 def test_shapes_of_known_models_have_the_published_number_of_parameters(name, parameters):
-    model = presets.preset(name)
+    model = plan.preset_shapes(name)
     assert model.num_parameters == parameters == sum(leaf.size for leaf in jax.tree.leaves(abstract_params(model)))
 
 

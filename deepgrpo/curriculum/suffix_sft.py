@@ -15,9 +15,9 @@ import numpy as np
 
 from deepgrpo.curriculum.base import Curriculum, named
 from deepgrpo.curriculum.forest import SuffixEntry
-from deepgrpo.learner.attach import closed, suffix_row
 from deepgrpo.learner.objective import TEACHER
 from deepgrpo.learner.rows import Row
+from deepgrpo.learner.training_rows import closed, suffix_row
 
 PASSES = 5  # epoch_local: over the states that an epoch brought
 MAX_BATCHES = 1  # post_step: most optimizer steps on suffixes after a training step

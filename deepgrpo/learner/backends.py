@@ -18,9 +18,8 @@ from jax.sharding import Mesh
 from deepgrpo.config.errors import ConfigError
 from deepgrpo.learner import packing, sharding
 from deepgrpo.learner.objective import MAIN
-from deepgrpo.learner.packing import Shape
-from deepgrpo.learner.placement import clusters, groups
-from deepgrpo.learner.placement import place as place_pieces
+from deepgrpo.learner.packing import Shape, groups, prompt_groups
+from deepgrpo.learner.packing import place as place_pieces
 from deepgrpo.learner.rows import Row
 from deepgrpo.model.attention import Context, Sight, choose_backend, packed_attention, prepare
 from deepgrpo.model.config import ModelConfig
@@ -78,7 +77,7 @@ def make_case(
     sizes = ((T // 3, T // 4), (T // 3, T // 5), (T // 3, T // 6), (T // 8, T // 5))
     ids = [(as_ids(np.zeros(max(1, prompt))), as_ids(np.zeros(max(1, size)))) for prompt, size in sizes]
     rows = [Row(*pair, 1.0, MAIN, 0.0, None, "", 0, False, 1.0) for pair in ids]
-    cells = place_pieces(clusters(rows, groups(rows), C), 2, T, C, 0.0, backend == "splash", False)
+    cells = place_pieces(prompt_groups(rows, groups(rows), C), 2, T, C, 0.0, backend == "splash", False)
     built = packing.build(rows, cells, dataclasses.replace(shape, A=len(cells), B=2), 1).arrays
     arrays = {key: np.tile(x[0], (shards, 1)) for key, x in built.items()}
     place = functools.partial(sharding.put, to=sharding.rows(mesh))

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from deepgrpo.learner import backends, distributed, flops, memory, nonfinite, packing, report, sharding
+from deepgrpo.learner import backends, costs, distributed, packing, report, sharding
 from deepgrpo.learner import step as step_lib
-from deepgrpo.learner.clock import DeviceClock, PendingUpdate
 from deepgrpo.learner.minibatch import cut, partition, shuffled
 from deepgrpo.learner.objective import MAIN, TEACHER, Objective
 from deepgrpo.learner.optim import Optim, learning_rate
 from deepgrpo.learner.packing import Batch, Shape
-from deepgrpo.learner.programs import Programs, abstract_state, batch_shapes
+from deepgrpo.learner.report import DeviceClock, PendingUpdate
 from deepgrpo.learner.rows import Row, check_row
+from deepgrpo.learner.step import Programs, abstract_state, batch_shapes
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import Placement, Transformer
 from deepgrpo.telemetry import waits
@@ -85,13 +85,13 @@ class Learner:
         self.model = Transformer(model_config, dtype=dtype, remat=remat, placement=Placement(backend, sharding.rows(self.mesh)))
         self.mini_batch_by = "rows" if strict_reference else "groups"
         self.seed, self.total_steps, self.strict_reference = seed, total_steps, strict_reference
-        self.peak_flops = flops.peak(self.mesh.devices.flat[0].device_kind, jnp.dtype(dtype))
+        self.peak_flops = costs.peak_flops(self.mesh.devices.flat[0].device_kind, jnp.dtype(dtype))
         self._channel, self._clock = channel, DeviceClock()
         self._running: PendingUpdate | None = None
         self._leads = True  # False in every process but the first
         self._replicate = jax.jit(lambda x: x, out_shardings=sharding.replicated(self.mesh))
-        self._peaks = jax.jit(nonfinite.peaks, out_shardings=sharding.replicated(self.mesh))
-        self._nonfinite = nonfinite.Watch()
+        self._peaks = jax.jit(report.peaks, out_shardings=sharding.replicated(self.mesh))
+        self._nonfinite = report.RefusedSteps()
         self._newest: collections.deque[tuple[int, list[Batch]]] = collections.deque(maxlen=2)  # updates: at most two run
 
         self._shardings = sharding.parameter_shardings(params, self.mesh)
@@ -128,7 +128,7 @@ class Learner:
             update.add("score")
         if "teacher_adam" in self._state:
             update.add("teacher_step")
-        log.info("memory planned on a device, of %s", memory.describe(self.programs.memory_plan(self.shapes)))
+        log.info("memory planned on a device, of %s", costs.describe(self.programs.memory_plan(self.shapes)))
         keys = [(name, shape) for shape in reversed(self.shapes) for name in sorted(update)]
         self.programs.plan(keys + [(name, shape) for shape in self.shapes for name in ("score", "score_at_1")])
         if ahead:
@@ -174,7 +174,7 @@ class Learner:
         if self._running:
             self._running.metrics()
         if found := self._first_of_state():
-            nonfinite.stop(f"{found} are not finite, and a checkpoint of them would be of no use")
+            report.end_run(f"{found} are not finite, and a checkpoint of them would be of no use")
         return dict(self._host)
 
     def restore_host(self, counters: Mapping[str, int]) -> None:
@@ -242,7 +242,7 @@ class Learner:
             "training/all_chains_empty_skip": 0.0,
             "training/skipped_updates": float(self._host["skipped_updates"]),
         }
-        work = flops.of_update(self.model.config, mini_batches, [batch.tokens for batch in batches])
+        work = costs.update_flops(self.model.config, mini_batches, [batch.tokens for batch in batches])
         before = self._running
         self._running = PendingUpdate(functools.partial(self._finish, step, results, mini_batches, metrics, times, work))
         if before:
@@ -376,14 +376,14 @@ class Learner:
 
     def _first_of_state(self) -> str:
         self.announce("peaks")
-        return nonfinite.first_of_state(jax.device_get(self._peaks(self._state)))
+        return report.first_of_state(jax.device_get(self._peaks(self._state)))
 
     def _explain(self, program: str, step: int, number: int, result: Mapping[str, Any]) -> tuple[str, bool]:
         """What was not finite first when mini-batch `number` of the update at `step` gave `result`; whether that will last."""
         if found := self._first_of_state():
             return found, True
         self.announce("explain", program=program, step=step, number=number)
-        found = nonfinite.first_of_step(jax.device_get(self._start_explaining(program, step, number)))
+        found = report.first_of_step(jax.device_get(self._start_explaining(program, step, number)))
         reported = [name for name, value in result["actor"].items() if not np.isfinite(value)]
         return found or f"{(reported or ['the gradient'])[0]} (with the present weights all of it is finite)", False
 

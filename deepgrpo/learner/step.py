@@ -1,17 +1,118 @@
 """Optimizer steps on one mini-batch each. Pure, on plain trees; jitted by `programs`."""
 
+import concurrent.futures
+import dataclasses
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from deepgrpo.learner import costs, packing, sharding
 from deepgrpo.learner import objective as losses
-from deepgrpo.learner import sharding
-from deepgrpo.learner.nonfinite import peaks
-from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER, Objective
+from deepgrpo.learner.logprob import blocked_logps
+from deepgrpo.learner.minibatch import most_rows
+from deepgrpo.learner.objective import BRANCH, MAIN, NO_LOSS, SUFFIX_SFT, TEACHER, Objective
 from deepgrpo.learner.optim import Optim, adamw, init_adam
-from deepgrpo.learner.policy import Policy, micro_batch
+from deepgrpo.learner.packing import Shape
+from deepgrpo.learner.report import peaks
+from deepgrpo.model.attention import Context
+from deepgrpo.model.transformer import Transformer
+from deepgrpo.telemetry import waits
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How parameters become log-probabilities.
+
+    block: columns of a micro-batch whose logits exist at once. num_real_ids: ids from here on are phantom.
+    """
+
+    model: Transformer
+    mesh: Mesh
+    temperature: float
+    num_real_ids: int
+    block: int
+
+    def compute_params(self, params: Any) -> Any:
+        """Parameters as matmuls want them: the layers' kernels and biases in the model's dtype. Once an optimizer step, before
+        the loop over micro-batches. Embedding, head and norms stay as they are: their gradients are sums over tokens, or over
+        blocks of tokens, which want float32."""
+
+        def one(path: tuple, x: jax.Array) -> jax.Array:
+            name = sharding.path_name(path)
+            return x.astype(self.model.dtype) if name.startswith("layers/") and not name.endswith("scale") else x
+
+        return jax.tree_util.tree_map_with_path(one, params)
+
+    def logps(
+        self, params: Any, micro: dict[str, jax.Array], with_entropy: bool, entropy_gradient: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """(logp, entropy) of a micro-batch's scored tokens, float32[B, T] each, from its arrays [B, T] (packing.Batch)."""
+        by_row, context = sharding.rows(self.mesh), None
+        if "context" in micro:  # a cell a batch shard
+            index = micro["context"].reshape(sharding.batch_shards(self.mesh), -1)
+            context = Context(jax.lax.with_sharding_constraint(index, by_row), micro["context_segments"], micro["prefixes"])
+        inputs = (micro[name] for name in ("tokens", "positions", "segments"))
+        hidden, _ = self.model.apply({"params": params}, *inputs, context=context)
+        hidden = jax.lax.with_sharding_constraint(hidden, by_row)
+        hidden = jnp.take_along_axis(hidden, micro["index"][..., None], axis=1)  # response positions only, first columns first
+        hidden = jax.lax.with_sharding_constraint(hidden, by_row)
+        head = {name: params[name] for name in ("embed_tokens", "lm_head") if name in params}
+
+        def blocks(head, hidden, targets, scored):
+            return blocked_logps(
+                lambda block: self.model.apply({"params": head}, block, method="logits"),
+                hidden,
+                targets,
+                scored,
+                block=self.block,
+                temperature=self.temperature,
+                num_real_ids=self.num_real_ids,
+                with_entropy=with_entropy,
+                entropy_gradient=entropy_gradient,
+            )
+
+        # By hand over the batch's axes: the head is gathered and its gradient summed over devices once, not once a block, and a
+        # device skips the blocks in which it has nothing to score.
+        local = jax.shard_map(
+            blocks,
+            mesh=self.mesh,
+            in_specs=(P(), by_row.spec, by_row.spec, by_row.spec),
+            out_specs=by_row.spec,
+            axis_names=set(sharding.BATCH_AXES),
+            check_vma=False,
+        )
+        return local(head, hidden, micro["targets"], micro["source"] != NO_LOSS)
+
+
+def micro_batch(arrays: dict[str, jax.Array], i: jax.Array) -> dict[str, jax.Array]:
+    """Micro-batch i of arrays [A, B, T]: arrays [B, T]."""
+    return {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in arrays.items()}
+
+
+def score(policy: Policy, params: Any, arrays: dict[str, jax.Array], used: jax.Array) -> jax.Array:
+    """Log-probabilities of all scored tokens, float32[A, B, T]; 0 in micro-batches from `used` (int32[]) on."""
+
+    params = policy.compute_params(params)
+
+    def body(i, out):
+        return jax.lax.dynamic_update_index_in_dim(out, policy.logps(params, micro_batch(arrays, i), False)[0], i, 0)
+
+    return jax.lax.fori_loop(0, used, body, jnp.zeros(arrays["tokens"].shape, jnp.float32))
+
+
+######################################################################################################################
+#  Optimizer steps on one mini-batch each
+######################################################################################################################
 
 
 def mismatch(old_logp: jax.Array, rollout_logp: jax.Array, source: jax.Array) -> dict[str, jax.Array]:
@@ -141,7 +242,7 @@ def teacher_step(
 
 
 def explain(policy: Policy, o: Objective, state: dict[str, Any], arrays: dict[str, jax.Array], used: jax.Array) -> dict[str, Any]:
-    """What `nonfinite.first_of_step` looks at: loss sums and gradient peaks of a mini-batch, on policy; nothing is trained."""
+    """What `report.first_of_step` looks at: loss sums and gradient peaks of a mini-batch, on policy; nothing is trained."""
     grads, sums, _ = gradients(policy, o, state["params"], arrays, jnp.bool_(True), used, state.get("auto_coef", 1.0))
     norm = optax.tree.norm(grads)
     return {"ref_logp": jnp.sum(arrays["ref_logp"]), "sums": sums["loss"], "gradient": peaks(grads), "norm": norm}
@@ -161,3 +262,191 @@ def optimizer_state(params: Any, o: Objective) -> dict[str, Any]:
     if o.kl_stop:
         state["kl_stopped"] = jnp.int32(0)
     return state
+
+
+######################################################################################################################
+#  Compiled programs: lowered for a batch shape, compiled once, timed and counted
+######################################################################################################################
+
+THREADS = 4  # that compile at once: XLA uses a few cores for one program, and each program has serial parts
+
+log = logging.getLogger(__name__)
+
+
+def batch_shapes(
+    objective: Objective,
+    optim: Mapping[str, Any],
+    learner: Mapping[str, Any],
+    rollout_n: int,
+    max_rows: tuple[int, int] | None,
+    shards: int,
+) -> list[Shape]:
+    """The shapes that a run compiles, from its configuration; arguments as those of `Learner`. shards: of the batch."""
+    mini_batch_rows = optim["mini_batch_prompts"] * rollout_n
+    rows = most_rows(*(max_rows or (2 * mini_batch_rows, 0)), mini_batch_rows)
+    if objective.teacher_update == "post_ppo":
+        rows = max(rows, 2 * optim["teacher"]["mini_batch_rows"])
+    sizes = (learner["buckets"], learner["micro_batch_tokens"], shards, rows)
+    return packing.shapes(*sizes, share_prefix=learner["share_prefix"])
+
+
+def abstract_state(params: Any, mesh: Mesh, objective: Objective, reference_dtype: Any = None) -> dict[str, Any]:
+    """A learner's state as ShapeDtypeStructs with shardings, from its parameters' shapes; nothing is allocated.
+
+    reference_dtype: of the reference policy; None: there is none.
+    """
+    parameters, scalar = sharding.parameter_shardings(params, mesh), sharding.replicated(mesh)
+
+    def at(tree: Any, shardings: Any, dtype: Any = None) -> Any:
+        return jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=to), tree, shardings)
+
+    adam = {"count": scalar, "mu": parameters, "nu": parameters}
+    state = {"params": at(params, parameters, jnp.float32)}
+    for name, part in jax.eval_shape(functools.partial(optimizer_state, o=objective), state["params"]).items():
+        state[name] = at(part, adam if name.endswith("adam") else scalar)
+    if reference_dtype is not None:
+        state["reference"] = at(params, parameters, reference_dtype)
+    return state
+
+
+@dataclasses.dataclass
+class Programs:
+    """Programs by (name, shape): `train_step`, `teacher_step`, `score`, `score_at_1` (temperature 1), `score_reference` (the
+    reference's dtype), and, when a step was refused, `explain` or `explain_teacher`.
+
+    abstract_state: the learner's state as ShapeDtypeStructs with shardings. block: see learner.logprob_block.
+    waited: seconds that callers have waited for a compilation so far.
+    """
+
+    model: Transformer
+    mesh: Mesh
+    abstract_state: dict[str, Any]
+    objective: Objective
+    optim: Optim
+    teacher_optim: Optim
+    temperature: float
+    num_real_ids: int
+    block: int
+    waited: float = 0.0
+    _planned: set[tuple[str, Shape]] = dataclasses.field(default_factory=set)
+    _futures: dict[tuple[str, Shape], concurrent.futures.Future] = dataclasses.field(default_factory=dict)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @property
+    def count(self) -> int:
+        """Programs compiled so far."""
+        return sum(future.done() and not future.cancelled() for future in self._futures.values())
+
+    @property
+    def recompilations(self) -> int:
+        """Programs that were compiled although no plan held them: the training loop had to wait for each."""
+        return len(self._futures.keys() - self._planned)
+
+    def plan(self, keys: Iterable[tuple[str, Shape]]) -> None:
+        """Declares programs that the run will use, in the order of their first use. They are compiled when they are called."""
+        self._planned |= set(keys)
+
+    def compile_ahead(self, keys: Iterable[tuple[str, Shape]]) -> None:
+        """`plan`, and starts to compile in the background; returns at once."""
+        keys = list(keys)
+        self.plan(keys)
+        pool = concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "compile")
+        with self._lock:
+            for key in keys:
+                if key not in self._futures:
+                    self._futures[key] = pool.submit(self._compile, *key)
+        pool.shutdown(wait=False)  # what was submitted still runs
+
+    def close(self) -> None:
+        """Gives up what has not begun to compile."""
+        for future in self._futures.values():
+            future.cancel()
+
+    def __call__(self, name: str, shape: Shape) -> Callable:
+        """The compiled program. What waits its turn in the background is compiled here instead."""
+        start = time.monotonic()
+        with self._lock:
+            future = self._futures.get((name, shape))
+            mine = future is None or future.cancel()
+            if mine:
+                future = self._futures[name, shape] = concurrent.futures.Future()
+                future.set_running_or_notify_cancel()  # whoever calls next waits for this one
+        if mine:
+            try:
+                future.set_result(self._compile(name, shape))
+            except BaseException as error:
+                future.set_exception(error)
+        with waits.on(f"the compiler, for {name} at {shape}"):
+            program = future.result()
+        self.waited += time.monotonic() - start
+        return program
+
+    def _compile(self, name: str, shape: Shape) -> Callable:
+        start = time.monotonic()
+        with jax.set_mesh(self.mesh):  # a matter of the thread
+            lowered = self.lower(name, shape)
+            traced = time.monotonic()
+            program = lowered.compile()
+        seconds = traced - start, time.monotonic() - traced
+        gigabytes = costs.compiled(program) / 1e9
+        log.info("compiled %s %s: traced in %.1f s, compiled in %.1f s, %.2f GB a device", name, shape, *seconds, gigabytes)
+        return program
+
+    def memory_plan(self, shapes: Iterable[Shape]) -> dict[str, int]:
+        """Bytes on a device by part, of the shape that needs most; see `costs.plan_memory`."""
+        plans = [
+            costs.plan_memory(
+                self.model.config,
+                shape,
+                dtype=self.model.dtype,
+                remat=self.model.remat,
+                mesh=self.mesh.shape,
+                logprob_block=self.block,
+                reference="reference" in self.abstract_state,
+                attention=self.model.placement.attention,
+                teacher_optimizer="teacher_adam" in self.abstract_state,
+            )
+            for shape in shapes
+        ]
+        return max(plans, key=lambda parts: sum(parts.values()))
+
+    def lower(self, name: str, shape: Shape) -> Any:
+        """A program lowered for a batch shape, from shapes alone: nothing is allocated."""
+        mesh, whole, batch = self.mesh, sharding.replicated(self.mesh), sharding.micro_batches(self.mesh)
+        block = max(1, self.block * sharding.batch_shards(mesh) // shape.B)
+        temperature = 1.0 if name == "score_at_1" else self.temperature
+        policy = Policy(self.model, mesh, temperature, self.num_real_ids, block)
+
+        def scalar(dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((), dtype, sharding=whole)
+
+        scored = ((shape.A, shape.B, shape.T), jnp.float32)
+        sizes = packing.array_shapes(shape) | {"old_logp": scored, "ref_logp": scored}
+        arrays = {key: jax.ShapeDtypeStruct(*size, sharding=batch) for key, size in sizes.items()}
+        state = dict(self.abstract_state)
+        reference = state.pop("reference", None)
+        if name == "train_step":
+            shardings = (jax.tree.map(lambda x: x.sharding, state), whole, batch)
+
+            function = jax.jit(
+                functools.partial(train_step, policy, self.objective, self.optim), donate_argnums=0, out_shardings=shardings
+            )
+            return function.lower(state, arrays, scalar(jnp.bool_), scalar(jnp.float32), scalar(jnp.int32))
+
+        if name == "teacher_step":
+            shardings = (jax.tree.map(lambda x: x.sharding, state), whole)
+
+            function = jax.jit(
+                functools.partial(teacher_step, policy, self.teacher_optim), donate_argnums=0, out_shardings=shardings
+            )
+            return function.lower(state, arrays, scalar(jnp.float32), scalar(jnp.int32))
+
+        if name.startswith("explain"):
+            objective = SUFFIX_SFT if name == "explain_teacher" else self.objective
+
+            return jax.jit(functools.partial(explain, policy, objective), out_shardings=whole).lower(
+                state, arrays, scalar(jnp.int32)
+            )
+
+        params = reference if name == "score_reference" else state["params"]
+        return jax.jit(functools.partial(score, policy), out_shardings=batch).lower(params, arrays, scalar(jnp.int32))

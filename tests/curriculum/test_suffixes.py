@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from deepgrpo.curriculum.base import Correction
-from deepgrpo.learner import attach
 from deepgrpo.learner import rows as rows_lib
+from deepgrpo.learner import training_rows
 from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER
 from deepgrpo.types import Prompt, as_ids
 from tests.conftest import golden_cases
@@ -42,9 +42,9 @@ def prompts_of(states, step):
 
 
 def join(groups, pool, teacher_loss):
-    found = attach.find_continuations(groups, pool.continuation)
+    found = training_rows.find_continuations(groups, pool.continuation)
     rows = rows_lib.rows_from_groups(groups, "group_mean")
-    return attach.join(rows, groups, found, teacher_loss=teacher_loss, **FIELDS)
+    return training_rows.add_teacher_to_groups(rows, groups, found, teacher_loss=teacher_loss, **FIELDS)
 
 
 @pytest.mark.parametrize("case", golden_cases("branching_*.json", {"teacher_entry_group"}))
@@ -126,8 +126,8 @@ def test_entries_without_a_verdict_or_without_room():
         rows, metrics = join(*entry_groups([None] * 3), loss)
         assert metrics["teacher/rows_built"] == built and metrics["teacher/no_student_verdict"] == 2 - built
     groups, pool = entry_groups([0.0] * 3)
-    found = {key: (as_ids(range(28)), 1.0) for key in attach.find_continuations(groups, pool.continuation)}
+    found = {key: (as_ids(range(28)), 1.0) for key in training_rows.find_continuations(groups, pool.continuation)}
     rows = rows_lib.rows_from_groups(groups, "group_mean")
-    rows, metrics = attach.join(rows, groups, found, teacher_loss="sft", **FIELDS)
+    rows, metrics = training_rows.add_teacher_to_groups(rows, groups, found, teacher_loss="sft", **FIELDS)
     assert not [row for row in rows if row.source == TEACHER] and metrics["teacher/suffix_too_long"] == 2
-    assert attach.join([], [], {}, teacher_loss="luffy", **FIELDS)[0] == []
+    assert training_rows.add_teacher_to_groups([], [], {}, teacher_loss="luffy", **FIELDS)[0] == []

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deepgrpo.learner.advantages import group_advantages, overlong_penalty, snis_weight, whiten
+from deepgrpo.learner.rows import group_advantages, overlong_penalty, snis_weight, whiten
 
 REWARDS, GROUPS = [1.0, 0.0, 0.3, 0.3, 0.3, 5.0], ["a", "a", "b", "b", "b", "c"]
 

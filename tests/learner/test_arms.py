@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deepgrpo.learner.optim import Optim
-from deepgrpo.learner.programs import Programs
+from deepgrpo.learner.step import Programs
 from tests.learner import tiny
 
 POST = dict(objective__teacher_loss="sft", objective__teacher_update="post_ppo", objective__kl_coef=0.0)

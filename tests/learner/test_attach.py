@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from deepgrpo.learner import attach
 from deepgrpo.learner import rows as rows_lib
+from deepgrpo.learner import training_rows
 from deepgrpo.learner.objective import TEACHER
 from deepgrpo.types import as_ids
 from tests.learner.test_rows import group
@@ -16,7 +16,7 @@ FIELDS = dict(threshold=0.0, snis_beta=1.0, stop_ids=(9, 8))
 
 
 def decide(students, teacher, suffix=SUFFIX, **changes):
-    return attach.attach_teacher(students, teacher, suffix, **dict(teacher_loss="luffy") | FIELDS | changes)
+    return training_rows.attach_teacher(students, teacher, suffix, **dict(teacher_loss="luffy") | FIELDS | changes)
 
 
 def test_decisions_by_hand():
@@ -37,7 +37,7 @@ def test_a_suffix_is_closed_once():
 
 
 def test_a_suffix_as_a_row_of_its_own():
-    row = attach.suffix_row(as_ids([1, 2]), as_ids([4]), None, (9, 8), "node:3")
+    row = training_rows.suffix_row(as_ids([1, 2]), as_ids([4]), None, (9, 8), "node:3")
     assert (row.source, row.teacher_coef, row.response_ids.tolist()) == (TEACHER, 1.0, [4, 9]) and math.isnan(row.reward)
 
 
@@ -49,7 +49,9 @@ def test_snis_weights_do_not_depend_on_a_shift_and_are_positive():
 
 def attached(groups, continuations, teacher_loss="luffy"):
     rows = rows_lib.rows_from_groups(groups, "group_mean")
-    out, metrics = attach.attach(rows, groups, continuations, teacher_loss=teacher_loss, max_model_len=16, **FIELDS)
+    out, metrics = training_rows.add_teacher_rows(
+        rows, groups, continuations, teacher_loss=teacher_loss, max_model_len=16, **FIELDS
+    )
     assert all(a is b for a, b in zip(out, rows, strict=False))  # students stay as they are
     return out[len(rows) :], metrics
 
@@ -58,7 +60,7 @@ def test_rows_and_counters():
     solved, failed, lost = (group(r, name, (7,)) for r, name in (([1.0, 0.0], "a"), ([0.0, 0.0, 0.0], "b"), ([0.0], "c")))
     groups = [group([0.0, 1.0]), solved, failed, lost]
     known = {solved.prompt.node: (SUFFIX, 1.0), failed.prompt.node: (as_ids([4, 4, 9]), 1.0)}
-    found = attach.find_continuations(groups, known.get)
+    found = training_rows.find_continuations(groups, known.get)
     assert found.keys() == {"a", "b"}
     (row,), metrics = attached(groups, found)
     assert (row.source, row.group_id, row.dataset_index, row.teacher_coef) == (TEACHER, "b", -1, 0.75)
@@ -74,18 +76,18 @@ def test_joining_needs_room_and_takes_the_configured_advantage():
     whole = group([0.0, 0.0, 1.0], "b", (7,))
     rows = rows_lib.rows_from_groups([whole], "rloo")
     fields = dict(teacher_loss="luffy", advantage="rloo", stop_ids=(9,))
-    out, metrics = attach.join(rows, [whole], {"b": (SUFFIX, 1.0)}, max_model_len=5, **fields)
+    out, metrics = training_rows.add_teacher_to_groups(rows, [whole], {"b": (SUFFIX, 1.0)}, max_model_len=5, **fields)
     assert [row.advantage for row in out[:3]] == pytest.approx([-2 / 3, -2 / 3, 2 / 3]) and out[3].teacher_coef == pytest.approx(
         2 / 3
     )
     assert metrics == {"teacher/rows_built": 1.0, "teacher/suffix_too_long": 0.0, "teacher/no_student_verdict": 0.0}
-    out, metrics = attach.join(rows, [whole], {"b": (SUFFIX, 1.0)}, max_model_len=4, **fields)
+    out, metrics = training_rows.add_teacher_to_groups(rows, [whole], {"b": (SUFFIX, 1.0)}, max_model_len=4, **fields)
     assert out == rows and metrics["teacher/suffix_too_long"] == 1.0
 
 
 def test_arms():
     groups = [group([0.0, 0.0], "b", (7,))]
-    found = attach.find_continuations(groups, lambda node: (SUFFIX, 1.0))
+    found = training_rows.find_continuations(groups, lambda node: (SUFFIX, 1.0))
     none, metrics = attached(groups, found, "null")
     assert none == [] and metrics["prefix_luffy/student_rows_reweighted"] == 2 and metrics["prefix_luffy/teacher_rows_built"] == 0
     (row,), metrics = attached(groups, found, "snis")

@@ -11,7 +11,6 @@ from deepgrpo.config import ConfigError
 from deepgrpo.learner import backends, sharding
 from deepgrpo.learner.packing import Shape
 from deepgrpo.model import attention as module
-from deepgrpo.model import attention_splash
 from tests.learner import tiny
 
 SHAPE = Shape(4, 2, 48, 24)
@@ -41,7 +40,7 @@ def test_a_backend_that_agrees_is_kept(mesh, shape, caplog):
 
 
 def wrong(change):
-    right = attention_splash.attention
+    right = module.splash_attention
 
     def attention(q, k, v, segments, context_segments=None, placed=None):
         return change(right, q, k, v, segments, context_segments, placed)
@@ -67,7 +66,7 @@ WRONG = {
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_backend_that_errs_is_replaced_with_a_warning(fault, monkeypatch, caplog):
-    monkeypatch.setattr(attention_splash, "attention", wrong(WRONG[fault]))
+    monkeypatch.setattr(module, "splash_attention", wrong(WRONG[fault]))
     assert settle() == "xla"
     (record,) = caplog.records
     assert "splash is wrong on cpu" in record.message and "[B, T] = [2, 48]" in record.message

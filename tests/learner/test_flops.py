@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deepgrpo.learner import flops
+from deepgrpo.learner import costs
 from deepgrpo.model.config import ModelConfig
 from tests.learner import tiny
 
@@ -24,13 +24,13 @@ def test_a_forward_pass_counts_every_product():
             expected += 2 * n * c.width * c.mlp_width * 3
             expected += sum(2 * 2 * c.head_size * (t + 1) for t in range(n)) * c.num_heads
     expected += 2 * scored * c.width * c.vocab_size
-    assert flops.forward(c, sum(lengths), flops.causal_pairs(lengths), scored) == expected
+    assert costs.forward_flops(c, sum(lengths), costs.causal_pairs(lengths), scored) == expected
 
 
 def test_qwen_1p5b():
     """2.62 GFLOP a token in the layers and 0.467 in the head, besides attention: twice the parameters that are multiplied."""
-    assert flops.forward(qwen(), 1, 0, 0) == pytest.approx(2.62e9, rel=2e-3)
-    assert flops.forward(qwen(), 0, 0, 1) == pytest.approx(0.467e9, rel=1e-3)
+    assert costs.forward_flops(qwen(), 1, 0, 0) == pytest.approx(2.62e9, rel=2e-3)
+    assert costs.forward_flops(qwen(), 0, 0, 1) == pytest.approx(0.467e9, rel=1e-3)
 
 
 def test_a_prompt_that_is_computed_once_is_counted_once():
@@ -38,10 +38,12 @@ def test_a_prompt_that_is_computed_once_is_counted_once():
     rows = [row for row in tiny.sibling_rows() if row.group_id == "siblings4"]
     lengths = [len(row.prompt_ids) + len(row.response_ids) - 1 for row in rows]
     P, n = len(rows[0].prompt_ids) - 1, len(rows)
-    apart = flops.of_update(config, [rows], [sum(lengths)])
-    together = flops.of_update(config, [rows], [sum(lengths) - (n - 1) * P])
-    assert apart == 3 * flops.forward(config, sum(lengths), flops.causal_pairs(lengths), sum(len(r.response_ids) for r in rows))
-    assert apart - together == pytest.approx(3 * (n - 1) * flops.forward(config, P, flops.causal_pairs([P]), 0))
+    apart = costs.update_flops(config, [rows], [sum(lengths)])
+    together = costs.update_flops(config, [rows], [sum(lengths) - (n - 1) * P])
+    assert apart == 3 * costs.forward_flops(
+        config, sum(lengths), costs.causal_pairs(lengths), sum(len(r.response_ids) for r in rows)
+    )
+    assert apart - together == pytest.approx(3 * (n - 1) * costs.forward_flops(config, P, costs.causal_pairs([P]), 0))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_a_prompt_that_is_computed_once_is_counted_once():
 def test_peaks(kind, dtype, peak):
     import jax.numpy as jnp
 
-    assert flops.peak(kind, jnp.dtype(dtype)) == peak
+    assert costs.peak_flops(kind, jnp.dtype(dtype)) == peak
 
 
 def test_metrics_of_an_update():
@@ -69,8 +71,8 @@ def test_metrics_of_an_update():
     rows = tiny.make_rows(3)
     metrics = learner.update(rows, 0)
     lengths = [len(row.prompt_ids) + len(row.response_ids) - 1 for row in rows]
-    expected = 3 * flops.forward(
-        tiny.model_config(), sum(lengths), flops.causal_pairs(lengths), sum(len(r.response_ids) for r in rows)
+    expected = 3 * costs.forward_flops(
+        tiny.model_config(), sum(lengths), costs.causal_pairs(lengths), sum(len(r.response_ids) for r in rows)
     )
     assert metrics["perf/flops"] == expected
     seconds = metrics["timing_s/update_actor"]

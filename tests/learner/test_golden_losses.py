@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepgrpo.learner import advantages as advantages_lib
 from deepgrpo.learner import objective as losses
+from deepgrpo.learner import rows as advantages_lib
 from deepgrpo.learner import token_losses
-from deepgrpo.learner.attach import attach_teacher, join
 from deepgrpo.learner.objective import BRANCH, NO_LOSS, SUFFIX_SFT, TEACHER, Objective
 from deepgrpo.learner.rows import rows_from_groups
+from deepgrpo.learner.training_rows import add_teacher_to_groups, attach_teacher
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
 from tests.conftest import golden_cases
 from tests.learner.mini_batch import shares, slots_of
@@ -169,7 +169,7 @@ def test_teacher_entry(case):
     state = as_ids(inputs["prompt_ids"] + inputs["prefix_ids"])
     n = inputs["branches_per_entry"]
     group = Group(Prompt(state, problem, n, "g", 0, "branch"), tuple(map(judged, inputs["completions"][:n])))
-    rows, _ = join(
+    rows, _ = add_teacher_to_groups(
         rows_from_groups([group], "group_mean"),
         [group],
         {"g": (as_ids(inputs["suffix_ids"]), inputs["teacher_reward"])},

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deepgrpo.learner.learner import Learner
-from deepgrpo.learner.programs import Programs
+from deepgrpo.learner.step import Programs
 from deepgrpo.types import as_ids
 from tests.learner import tiny
 

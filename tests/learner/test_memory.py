@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 from configs import common
-from deepgrpo.learner import memory, packing, sharding
+from deepgrpo.learner import costs, packing, sharding
 from deepgrpo.learner import step as step_lib
 from deepgrpo.learner.objective import Objective
 from deepgrpo.learner.optim import Optim
 from deepgrpo.learner.packing import Shape
-from deepgrpo.learner.programs import Programs
+from deepgrpo.learner.step import Programs
 from deepgrpo.model.transformer import Placement, Transformer, abstract_params
 from tests.learner import tiny
 from tests.learner.test_flops import qwen
@@ -20,7 +20,7 @@ ONE = {"data": 1, "fsdp": 1, "tensor": 1}
 
 def plan(config, shape, mesh=ONE, dtype=jnp.bfloat16, remat="full", **changes):
     keys = dict(dtype=dtype, remat=remat, mesh=mesh, logprob_block=1024, reference=True)
-    return memory.plan_memory(config, shape, **keys | changes)
+    return costs.plan_memory(config, shape, **keys | changes)
 
 
 def test_what_is_held_is_exact():
@@ -67,7 +67,7 @@ def test_the_sum_is_what_xla_plans_at_the_shapes_of_a_1p5b_model():
     shape, mesh = Shape(4, 4, 1024), sharding.make_mesh((1, 1, 1), jax.devices()[:1])
     program = abstract_programs(qwen(), mesh, "full").lower("train_step", shape).compile()
     parts = plan(qwen(), shape, reference=False)
-    assert sum(parts.values()) == pytest.approx(memory.compiled(program), rel=0.15)
+    assert sum(parts.values()) == pytest.approx(costs.compiled(program), rel=0.15)
 
 
 def abstract_programs(config, mesh, remat) -> Programs:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from deepgrpo.config import ConfigError
-from deepgrpo.learner import nonfinite, sharding
-from deepgrpo.learner.programs import Programs
+from deepgrpo.learner import report, sharding
+from deepgrpo.learner.step import Programs
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.weights import hf
 from tests.learner import tiny
@@ -55,7 +55,7 @@ def test_the_door_names_the_row_and_the_number(field, value, named):
 def test_a_run_without_a_finite_step_ends_and_names_the_first_part(caplog):
     learner = tiny.make_learner(objective__kl_coef=0.0)
     with caplog.at_level(logging.WARNING):
-        for step in range(nonfinite.PATIENCE - 1):
+        for step in range(report.PATIENCE - 1):
             assert learner.update(rows(OVERFLOWS), step)["actor/nonfinite_steps"] == 1
         (record,) = caplog.records  # said once
         assert "step 0: 1 of 1 optimizer steps were refused" in record.message and "the gradient's norm" in record.message
@@ -66,8 +66,8 @@ def test_a_run_without_a_finite_step_ends_and_names_the_first_part(caplog):
 
 def test_a_finite_step_between_begins_the_count_anew():
     learner = tiny.make_learner(objective__kl_coef=0.0)
-    for step in range(2 * nonfinite.PATIENCE):
-        learner.update(rows(OVERFLOWS if step % nonfinite.PATIENCE else 1.0), step)
+    for step in range(2 * report.PATIENCE):
+        learner.update(rows(OVERFLOWS if step % report.PATIENCE else 1.0), step)
     assert learner.host_state()["nonfinite_steps"] == 4
 
 
@@ -110,7 +110,7 @@ def test_a_broken_optimizer_is_never_saved():
 def test_names_are_those_of_the_hugging_face_table():
     for config in (tiny.model_config(), tiny.model_config(qk_norm=True, qkv_bias=False)):
         leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
-        names = {nonfinite.weight_name(sharding.path_name(path), 1) for path, _ in leaves}
+        names = {report.weight_name(sharding.path_name(path), 1) for path, _ in leaves}
         assert names == {row.name.format(1) for row in hf.table(config)}
 
 
@@ -136,11 +136,11 @@ def test_the_order_is_that_of_the_computation():
         (dict(norm=np.inf), "the gradient's norm, which is too large for float32 although every entry is finite"),
         ({}, ""),
     ):
-        assert nonfinite.first_of_step(found(**changes)) == expected
+        assert report.first_of_step(found(**changes)) == expected
 
 
 def test_an_engines_broken_log_probs_end_the_run_without_a_traceback(caplog):
-    with pytest.raises(ConfigError, match="the run ends: request 0: log-prob nan"), nonfinite.told():
+    with pytest.raises(ConfigError, match="the run ends: request 0: log-prob nan"), report.end_if_not_finite():
         raise FloatingPointError("request 0: log-prob nan")
     assert "log-prob nan" in caplog.text
 

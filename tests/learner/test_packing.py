@@ -7,8 +7,7 @@ import pytest
 
 from deepgrpo.learner import packing
 from deepgrpo.learner.objective import MAIN, NO_LOSS
-from deepgrpo.learner.packing import Shape
-from deepgrpo.learner.placement import row_length
+from deepgrpo.learner.packing import Shape, row_length
 from deepgrpo.learner.rows import Row
 from deepgrpo.types import as_ids
 from tests.learner import tiny

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from deepgrpo.learner.packing import Shape
-from deepgrpo.learner.programs import Programs
+from deepgrpo.learner.step import Programs
 from tests.learner import tiny
 
 SMALL, LARGE = Shape(1, 2, 24), Shape(1, 2, 48)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from deepgrpo.learner import attach, report
 from deepgrpo.learner import objective as losses
+from deepgrpo.learner import report, training_rows
 from deepgrpo.learner.objective import Objective
 from deepgrpo.loops import dynamic
 from tests.learner import tiny
@@ -44,8 +44,10 @@ def test_every_metric_is_documented(teacher_loss):
     teacher = {"actor": dict.fromkeys(("post_sft_loss", "mean_logp", "entropy"), 0.0)}
     names |= report.teacher_metrics([result(0.0) | teacher], [ROWS], 0.1).keys()
     names |= report.actor_metrics([result(0.0, kl_stopped=False)], [ROWS], 1.0).keys()
-    names |= attach.attachment_metrics([], [], [], teacher_loss).keys()
-    names |= attach.join([], [], {}, teacher_loss=teacher_loss, advantage="group_mean", stop_ids=(0,), max_model_len=1)[1].keys()
+    names |= training_rows.attachment_metrics([], [], [], teacher_loss).keys()
+    names |= training_rows.add_teacher_to_groups(
+        [], [], {}, teacher_loss=teacher_loss, advantage="group_mean", stop_ids=(0,), max_model_len=1
+    )[1].keys()
     names |= dynamic.run(lambda prompts, number: [], [], lambda *_: [], max_rounds=1).metrics.keys()
     known = documented()
     assert not [name for name in names if not known.fullmatch(name)]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepgrpo.learner import packing, policy, sharding, step
+from deepgrpo.learner import packing, sharding, step
 from deepgrpo.learner.rows import Row
 from deepgrpo.model.transformer import Placement, Transformer
 from deepgrpo.types import as_ids
@@ -32,13 +32,13 @@ def dense():
     return [x[s > 0] for x, s in zip(np.asarray(logp), scored, strict=True)], jax.device_get(gradient)
 
 
-def make_policy(mesh, backend: str = "xla") -> policy.Policy:
+def make_policy(mesh, backend: str = "xla") -> step.Policy:
     mesh = sharding.make_mesh(mesh, jax.devices()[: int(np.prod(mesh))])
     model = Transformer(tiny.model_config(), jnp.float32, remat="full", placement=Placement(backend, sharding.rows(mesh)))
-    return policy.Policy(model, mesh, 1.0, tiny.REAL_IDS, block=4)
+    return step.Policy(model, mesh, 1.0, tiny.REAL_IDS, block=4)
 
 
-def lay(rows: list[Row], p: policy.Policy, T: int, B: int, C: int = 12):
+def lay(rows: list[Row], p: step.Policy, T: int, B: int, C: int = 12):
     """The batch, and its arrays on p's mesh."""
     apart = p.model.placement.attention == "splash"
     shards = sharding.batch_shards(p.mesh)
@@ -83,7 +83,7 @@ def test_equals_every_row_by_itself(mesh, T, B, backend, spared):
 @functools.cache
 def scorer():
     p = make_policy((1, 1, 1))
-    score = jax.jit(functools.partial(policy.score, p), compiler_options=tiny.UNOPTIMISED)
+    score = jax.jit(functools.partial(step.score, p), compiler_options=tiny.UNOPTIMISED)
 
     def run(rows: list[Row]) -> list[np.ndarray]:
         batch, arrays = lay(rows, p, 24, 6)

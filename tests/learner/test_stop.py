@@ -6,7 +6,7 @@ from multiprocessing import connection
 import pytest
 
 from deepgrpo.config.errors import ConfigError
-from deepgrpo.learner import distributed, stop
+from deepgrpo.learner import distributed
 
 
 class Ended(Exception):
@@ -16,22 +16,22 @@ class Ended(Exception):
 @pytest.fixture
 def stopping(monkeypatch):
     """A Stop whose clock is a list, and the signals' handlers as they were before."""
-    before = {number: signal.getsignal(number) for number in stop.WARNINGS + stop.ORDERS}
+    before = {number: signal.getsignal(number) for number in distributed.WARNINGS + distributed.ORDERS}
 
     def leave(status):
         raise Ended(status)
 
-    monkeypatch.setattr(stop.os, "_exit", leave)
+    monkeypatch.setattr(distributed.os, "_exit", leave)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which tests that run under nohup find ignored
     now = [100.0]
-    yield stop.Stop(clock=lambda: now[0]), now
+    yield distributed.Stop(clock=lambda: now[0]), now
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 STOPPED = [  # (signal, seconds since the first)
-    *([(number, 0.0)] for number in stop.WARNINGS + stop.ORDERS),
+    *([(number, 0.0)] for number in distributed.WARNINGS + distributed.ORDERS),
     [(INT, 0.0), (INT, 0.0)],  # one Ctrl-C, by terminal and launcher
     [(INT, 0.0), (TERM, 1.9)],
     [(USR1, 0.0), (TERM, 60.0)],  # SLURM: a warning, then the end of the time
@@ -62,7 +62,7 @@ def test_a_later_order_ends_at_once(stopping, signals):
 
 def test_nohup_is_kept(stopping):
     signal.signal(HUP, signal.SIG_IGN)
-    stop.Stop()
+    distributed.Stop()
     assert signal.getsignal(HUP) == signal.SIG_IGN
 
 
@@ -72,7 +72,7 @@ def test_a_follower_reports(stopping, early, capfd):
     follower, _ = stopping
     pairs = [connection.Pipe() for _ in range(2)]
     channel = distributed.Channel([ours for ours, _ in pairs])
-    first = stop.Stop.__new__(stop.Stop)
+    first = distributed.Stop.__new__(distributed.Stop)
     first._set, first._channel = False, channel
     assert not first.is_set()
     theirs = distributed.Channel([pairs[1][1]], leads=False)

@@ -7,8 +7,8 @@ import pytest
 
 from deepgrpo.curriculum.base import Correction
 from deepgrpo.curriculum.forest import Forest
-from deepgrpo.learner import attach
 from deepgrpo.learner import rows as rows_lib
+from deepgrpo.learner import training_rows
 from deepgrpo.learner.minibatch import injection_count, interleave
 from deepgrpo.learner.objective import MAIN, TEACHER
 from deepgrpo.loops import reasoning
@@ -98,9 +98,9 @@ def step(inputs):
     setting = Setting(ScriptedEngine(inputs["script"]), LastTokenGrader(), NumberTokenizer(), SAMPLING, 0, 10.0)
     groups = reasoning.run(setting, prompts, 1, "train")
     continuation = lambda node: (origins[node].suffix_ids, origins[node].reward)  # noqa: E731
-    continuations = attach.find_continuations(groups, continuation)
+    continuations = training_rows.find_continuations(groups, continuation)
     metrics = curriculum.observe(groups, inputs["global_step"])
-    rows, attached = attach.attach(
+    rows, attached = training_rows.add_teacher_rows(
         rows_lib.rows_from_groups(groups, "group_mean"),
         groups,
         continuations,

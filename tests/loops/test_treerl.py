@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deepgrpo.learner import rows as rows_lib
-from deepgrpo.learner.advantages import group_advantages
+from deepgrpo.learner.rows import group_advantages
 from deepgrpo.loops import reasoning, treerl
 from deepgrpo.loops.base import Setting
 from deepgrpo.loops.treerl import Shape

@@ -8,7 +8,6 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from deepgrpo.learner import sharding
 from deepgrpo.model import attention as module
-from deepgrpo.model import attention_cudnn, attention_splash
 from deepgrpo.model.attention import (
     Context,
     Sight,
@@ -121,14 +120,14 @@ def test_cudnn_is_lowered_for_cuda_with_the_additive_mask(monkeypatch):
     step = jax.jit(jax.grad(lambda *qkv: jnp.sum(run("cudnn", qkv, sight).astype(jnp.float32)), argnums=(0, 1, 2)))
     text = step.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__cudnn$fmhaScaleBiasSoftmaxBackward") == 1 and text.count("@__cudnn$fmhaScaleBiasSoftmax(") == 1
-    bias = np.asarray(attention_cudnn.bias(sight.mask(), jnp.bfloat16).astype(jnp.float32))
+    bias = np.asarray(module.cudnn_bias(sight.mask(), jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_array_equal(bias[:, 0] == 0.0, np.asarray(sight.mask()))
     assert set(np.unique(bias)) == {0.0, float(cudnn.get_large_negative_number(np.dtype(jnp.bfloat16)))}  # JAX's own value
 
 
 def by_xla(*qkv, implementation, **keys):
     """What `jax.nn.dot_product_attention` asks of cuDNN, computed by XLA; lengths and head size must be those of a kernel."""
-    assert implementation == "cudnn" and not any(x.shape[1] % attention_cudnn.TILE or x.shape[3] % 8 for x in qkv)
+    assert implementation == "cudnn" and not any(x.shape[1] % module.TILE or x.shape[3] % 8 for x in qkv)
     return DOT_PRODUCT_ATTENTION(*qkv, implementation="xla", **keys)
 
 
@@ -150,7 +149,7 @@ def test_odd_lengths_and_head_sizes_are_filled_up(backend, queries, monkeypatch)
 
 
 def test_blocks_divide_what_they_cut():
-    assert [attention_splash.block(n) for n in (128, 256, 384, 640, 1024, 1152, 6144)] == [128, 256, 384, 128, 512, 384, 512]
+    assert [module.splash_block(n) for n in (128, 256, 384, 640, 1024, 1152, 6144)] == [128, 256, 384, 128, 512, 384, 512]
 
 
 @pytest.mark.parametrize(("kv_heads", "devices"), [(2, 3), (1, 2), (2, 2), (2, 6)])

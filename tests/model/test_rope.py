@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from deepgrpo.model import rope
+from deepgrpo.model import transformer
 from deepgrpo.model.config import ModelConfig
 
 CONFIG = ModelConfig(
@@ -49,7 +49,7 @@ def test_frequencies_equal_transformers(scaling):
     config = scaled(scaling)
     hf = transformers.LlamaConfig.from_dict(config.to_hf_dict())
     theirs = LlamaRotaryEmbedding(hf)
-    ours, factor = rope.frequencies(config)
+    ours, factor = transformer.frequencies(config)
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, theirs.inv_freq.numpy(), rtol=3e-7, atol=0)
     assert factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
@@ -57,7 +57,7 @@ def test_frequencies_equal_transformers(scaling):
 
 def test_llama3_against_the_published_rule():
     """A pair keeps its frequency above `high` turns over the context, is divided by `factor` below `low`, blends between."""
-    ours, _ = rope.frequencies(scaled({"rope_type": "llama3", **LLAMA3}))
+    ours, _ = transformer.frequencies(scaled({"rope_type": "llama3", **LLAMA3}))
     plain = 500000.0 ** (-np.arange(0, 64, 2) / 64)
     turns = 8192 * plain / (2 * np.pi)
     blend = np.clip((turns - 1) / (4 - 1), 0, 1)
@@ -70,10 +70,10 @@ def test_rotation_is_the_complex_product(scaling):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 5, 3, 64)).astype(np.float32)
     positions = rng.integers(0, 2000, size=(2, 5)).astype(np.int32)
-    frequency, factor = rope.frequencies(config)
+    frequency, factor = transformer.frequencies(config)
     angle = positions[..., None, None] * frequency.astype(np.float64)
     turned = (x[..., :32] + 1j * x[..., 32:].astype(np.float64)) * np.exp(1j * angle) * factor
-    ours = np.asarray(rope.rotate(x, positions, config))
+    ours = np.asarray(transformer.rotate(x, positions, config))
     np.testing.assert_allclose(ours, np.concatenate([turned.real, turned.imag], axis=-1), atol=1e-3)
 
 
@@ -82,8 +82,8 @@ def test_scores_depend_on_distance_only():
     q, k = rng.normal(size=(2, 1, 1, 1, 64)).astype(np.float32)
 
     def score(i: int, j: int) -> float:
-        qi = rope.rotate(q, np.array([[i]], np.int32), CONFIG)
-        kj = rope.rotate(k, np.array([[j]], np.int32), CONFIG)
+        qi = transformer.rotate(q, np.array([[i]], np.int32), CONFIG)
+        kj = transformer.rotate(k, np.array([[j]], np.int32), CONFIG)
         return float(np.sum(np.asarray(qi) * np.asarray(kj)))
 
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-3)

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from deepgrpo.config import forest_folder
+from deepgrpo.config import folders
 from deepgrpo.config.errors import shown
-from deepgrpo.config.forest_folder import Place, Vocabulary
+from deepgrpo.config.folders import Place, Vocabulary
 from deepgrpo.config.streams import tool
 from deepgrpo.curriculum import forest_state, forest_tools, forest_view
 from deepgrpo.curriculum.forest_index import Tree
@@ -55,10 +55,10 @@ def open_forest(path: pathlib.Path, model: pathlib.Path | None) -> Opened:
     Raises:
       FileNotFoundError, ValueError: nothing complete there; or the forest is known to be of another vocabulary than `model`'s.
     """
-    place = forest_folder.find(path)
-    known = forest_folder.vocabulary_of_forest(place)
+    place = folders.find(path)
+    known = folders.vocabulary_of_forest(place)
     if model is not None:
-        given = forest_folder.vocabulary_of_model(model)
+        given = folders.vocabulary_of_model(model)
         if given is None:
             raise FileNotFoundError(f"--model: {model} holds no tokenizer")
         if known is not None and known.sha256 != given.sha256:
@@ -80,7 +80,7 @@ def decoder_of(opened: Opened, ids: bool) -> forest_view.Decode | None:
             f"{opened.place.folder}: which tokenizer its ids are of is unknown: name one with --model, or give --ids"
         )
     model = pathlib.Path(opened.vocabulary.model)
-    found = forest_folder.vocabulary_of_model(model)
+    found = folders.vocabulary_of_model(model)
     if found is None or found.sha256 != opened.vocabulary.sha256:
         what = "holds no tokenizer" if found is None else "holds another tokenizer by now"
         raise ValueError(f"{model}, whose tokenizer made {opened.place.folder}, {what}: name a copy with --model, or give --ids")
@@ -207,7 +207,7 @@ def write(saved: SavedForest, args: argparse.Namespace, vocabulary: Vocabulary, 
         saved = forest_tools.reopened(saved)
     with new_folder(args.out) as folder:
         forest_state.write(saved, str(folder))
-        forest_folder.write_vocabulary(folder, vocabulary)
+        folders.write_vocabulary(folder, vocabulary)
     for name, one in [*((opened.title, opened.saved) for opened in sources), (str(args.out), saved)]:
         states = sum(node.parent is not None for node in one.nodes())
         print(f"{len(one.trees):8} trees {states:8} states {one.num_events():8} waiting failures  {name}")

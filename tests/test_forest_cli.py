@@ -8,7 +8,7 @@ import pytest
 
 from deepgrpo import forest
 from deepgrpo.config import ConfigError
-from deepgrpo.config.forest_folder import Vocabulary, find, vocabulary_of_forest, vocabulary_of_model, write_vocabulary
+from deepgrpo.config.folders import Vocabulary, find, vocabulary_of_forest, vocabulary_of_model, write_vocabulary
 from deepgrpo.curriculum import forest_state, forest_tools
 from deepgrpo.data import readers
 from tests.test_train import in_process

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import exchange
 from configs import common
 from deepgrpo import config as config_lib
-from deepgrpo import forest, prepare, serve, warm_start
+from deepgrpo import forest, prepare, warm_start
 from deepgrpo.teacher import oracle
 from deepgrpo.telemetry import answers
 from deepgrpo.weights import runs
@@ -28,15 +28,6 @@ def test_a_students_folder_that_is_in_use_is_refused_before_the_training(tmp_pat
     config, line = config_lib.from_command_line(["warm_start", DEMO, f"--config.model.path={tmp_path}"])
     with pytest.raises(config_lib.ConfigError, match=f"model.path = {tmp_path} exists and is no student .* set another"):
         warm_start.main(config, line)
-
-
-def test_serving_without_vllm_says_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("DEEPGRPO_VLLM_TOKEN", "secret")
-    absent = [f"--config.vllm.python={tmp_path}/python", f"--config.model.path={tmp_path}/model"]
-    config, line = config_lib.from_command_line(["serve", DEMO, "--config.rollout.engine=vllm", *absent])
-    with pytest.raises(config_lib.ConfigError) as error:
-        serve.main(config, line)
-    assert "launch/vllm_env.sh" in str(error.value) and "model does not exist" in str(error.value)  # both at once
 
 
 @pytest.mark.parametrize(

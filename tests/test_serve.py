@@ -1,5 +1,6 @@
 """Serving for a training elsewhere, with a fake vLLM."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,6 +14,8 @@ import sys
 import jax.numpy as jnp
 import pytest
 
+from deepgrpo import config as config_lib
+from deepgrpo import serve
 from deepgrpo.rollout.vllm_server import VllmServer
 from deepgrpo.weights import hf
 from tests.conftest import ROOT
@@ -20,50 +23,46 @@ from tests.data import small_tokenizer
 from tests.rollout import fake_vllm_process, tiny
 from tests.rollout.test_vllm_server import descendants, wait_gone
 
-MODEL = dataclasses.replace(
-    tiny.CONFIG, vocab_size=272, max_position_embeddings=112
-)  # 12 rows more than the tokenizer has tokens
+MODEL = dataclasses.replace(tiny.CONFIG, vocab_size=272, max_position_embeddings=112)  # 12 rows above the tokenizer's
+ENVIRONMENT = os.environ | {"DEEPGRPO_VLLM_TOKEN": "secret", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 
-def command(tmp_path, behaviour: str, port: int) -> list[str]:
-    model = tmp_path / "model"
-    if not model.exists():
-        small_tokenizer.write(model)
-        hf.save(tiny.random_params(0, MODEL), MODEL, tmp_path / "weights-only", jnp.float32)
-        for name in ("config.json", "model.safetensors"):
-            shutil.copy(tmp_path / "weights-only" / name, model / name)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    hf.save(tiny.random_params(0, MODEL), MODEL, folder / "model", jnp.float32)
+    small_tokenizer.write(folder / "tokenizer")
+    shutil.copytree(folder / "tokenizer", folder / "model", dirs_exist_ok=True, ignore=lambda *_: ["config.json"])
+    return folder / "model"
+
+
+def flags(tmp_path, model, python, port: int) -> list[str]:
     values = {
-        "name": "served",
-        "run_dir": tmp_path,
-        "model.path": model,
-        "rollout.engine": "vllm",
-        "vllm.python": fake_vllm_process.python(tmp_path, behaviour),
-        "vllm.port": port,
-        "vllm.servers": 2,
-        "weights.folder": tmp_path / "weights",
+        **{"name": "served", "run_dir": tmp_path, "model.path": model, "weights.folder": tmp_path / "weights"},
+        **{"rollout.engine": "vllm", "vllm.port": port, "vllm.servers": 2, "vllm.python": python},
     }
-    overrides = [f"--config.{key}={value}" for key, value in values.items()]
-    return [sys.executable, "-m", "deepgrpo.serve", f"--config={ROOT / 'configs' / 'carry_chain.py'}", *overrides]
+    return [f"--config={ROOT / 'configs' / 'carry_chain.py'}", *(f"--config.{key}={value}" for key, value in values.items())]
+
+
+def command(tmp_path, model, behaviour: str, port: int) -> list[str]:
+    python = fake_vllm_process.python(tmp_path, behaviour)
+    return [sys.executable, "-m", "deepgrpo.serve", *flags(tmp_path, model, python, port)]
 
 
 @pytest.fixture
 def port() -> int:
     """The first of two neighbouring ports that are free now."""
     for _ in range(100):
-        with socket.socket() as first, socket.socket() as second:
+        with contextlib.suppress(OSError, OverflowError), socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
-            try:
-                second.bind(("127.0.0.1", first.getsockname()[1] + 1))
-            except (OSError, OverflowError):
-                continue
+            second.bind(("127.0.0.1", first.getsockname()[1] + 1))
             return first.getsockname()[1]
     raise RuntimeError("no two neighbouring ports are free")
 
 
-def test_serves_until_told_to_stop_and_replaces_a_dead_server(tmp_path, port):
-    environment = os.environ | {"DEEPGRPO_VLLM_TOKEN": "secret", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    arguments = command(tmp_path, "ok", port)
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+def test_serves_until_told_to_stop_and_replaces_a_dead_server(tmp_path, model, port):
+    arguments = command(tmp_path, model, "ok", port)
+    with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         lines = []
         while not (urls := re.search(r"--config.vllm.attach=(\S+)", lines[-1] if lines else "")):
             lines.append(process.stdout.readline())
@@ -86,11 +85,14 @@ def test_serves_until_told_to_stop_and_replaces_a_dead_server(tmp_path, port):
         assert not list((tmp_path / "weights").glob("*/start"))
 
 
-def test_says_what_is_missing(tmp_path, port):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    environment.pop("DEEPGRPO_VLLM_TOKEN", None)
-    done = subprocess.run(command(tmp_path, "ok", port), capture_output=True, text=True, env=environment, timeout=60)
-    assert done.returncode == 1 and "DEEPGRPO_VLLM_TOKEN is not set" in done.stderr and "Traceback" not in done.stderr
-    environment["DEEPGRPO_VLLM_TOKEN"] = "secret"
-    done = subprocess.run(command(tmp_path, "dies", port), capture_output=True, text=True, env=environment, timeout=60)
+def test_says_what_is_missing(tmp_path, model, port, monkeypatch):
+    absent = flags(tmp_path, tmp_path / "model", tmp_path / "python", port)
+    config, line = config_lib.from_command_line(["serve", *absent])
+    monkeypatch.delenv("DEEPGRPO_VLLM_TOKEN", raising=False)
+    with pytest.raises(config_lib.ConfigError) as error:
+        serve.main(config, line)
+    parts = ("DEEPGRPO_VLLM_TOKEN is not set", "launch/vllm_env.sh", "model does not exist")
+    assert all(part in str(error.value) for part in parts), str(error.value)  # all at once
+    arguments = command(tmp_path, model, "dies", port)
+    done = subprocess.run(arguments, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
     assert done.returncode == 1 and "no room for the KV cache" in done.stdout

@@ -10,7 +10,7 @@ from ml_collections import config_dict
 from deepgrpo.config import flags
 from deepgrpo.config.errors import ConfigError, Finding, Setup
 from deepgrpo.config.flags import CommandLine, flatten
-from deepgrpo.config.resolved import began, run_folder, write_resolved
+from deepgrpo.config.folders import began, run_folder, write_resolved
 from deepgrpo.config.rules import process_problems, validate
 
 __all__ = [

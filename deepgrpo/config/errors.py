@@ -9,8 +9,6 @@ import signal
 import traceback
 from typing import NamedTuple
 
-from deepgrpo.config.secrets import redact
-
 REMEDIES = {  # of the operating system's refusals, each named for what it is
     errno.EMFILE: "raise the limit of open files before the start: ulimit -n 4096",
     errno.ENFILE: "the machine's table of open files is full: end other programs, or raise fs.file-max",
@@ -40,6 +38,36 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 def shown(text: str) -> str:
     """Text for a terminal: its control characters, and marks that turn its direction, are shown, not sent."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+#### Secrets of this machine, taken out of every text that is kept or shown
+
+SECRET_NAME = re.compile(
+    r"(^|_|API)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(_|$)", re.IGNORECASE
+)  # of an environment variable
+SHORTEST_SECRET = 6  # characters; what is shorter, like EMPTY, is a word that says "none"
+USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # user and password of an address
+REGISTERED: set[str] = set()
+
+
+def register_secret(secret: str) -> None:
+    """Adds a secret whose variable has an unusual name."""
+    REGISTERED.add(secret)
+
+
+def redact(text: str) -> str:
+    """The text without the values of environment variables that are named like keys, registered secrets, or users in addresses.
+
+    Paths (of key files) stay.
+    """
+    values = " ".join({value for name, value in os.environ.items() if SECRET_NAME.search(name)} | REGISTERED).split()
+    for value in sorted(values, key=len, reverse=True):
+        if len(value) >= SHORTEST_SECRET and not value.startswith("/"):
+            text = text.replace(value, "[redacted]")
+    return USER.sub("[redacted]", text)
+
+
+#### Errors
 
 
 class ConfigError(SystemExit):

@@ -18,7 +18,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from deepgrpo.config.forest_folder import vocabulary_of_model, write_vocabulary
+from deepgrpo.config.folders import vocabulary_of_model, write_vocabulary
 from deepgrpo.curriculum import base, forest_index, forest_state
 from deepgrpo.curriculum.base import NEVER, Correction, Curriculum, Failure, Judged, State
 from deepgrpo.curriculum.forest_index import ROLLOUT, SFT, TEACHER, Counters, Event, Index, Node, Origin, Tree, same_ids

@@ -13,8 +13,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from deepgrpo.config.forest_folder import find
-from deepgrpo.config.resolved import run_folder
+from deepgrpo.config.folders import find, run_folder
 from deepgrpo.curriculum.base import NEVER
 from deepgrpo.curriculum.forest_index import Counters, Event, Node, Tree
 from deepgrpo.curriculum.forest_state import NODE_FIELDS, TREE_FIELDS, SavedForest, read

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import ml_collections
 
-from deepgrpo.config.errors import Finding
-from deepgrpo.config.secrets import redact
+from deepgrpo.config.errors import Finding, redact
 from deepgrpo.endpoint.client import open_client
 from deepgrpo.endpoint.errors import EndpointError, Unavailable, remedy
 

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from deepgrpo.config.secrets import redact
+from deepgrpo.config.errors import redact
 
 PROXIED = "through the proxy that the environment names"  # part of the text of failures of the connection
 

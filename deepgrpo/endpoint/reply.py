@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from deepgrpo.config.secrets import redact
+from deepgrpo.config.errors import redact
 from deepgrpo.endpoint.errors import failure, words
 
 Payload = dict[

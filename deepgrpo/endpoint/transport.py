@@ -16,7 +16,7 @@ from typing import Any
 
 import openai
 
-from deepgrpo.config import secrets
+from deepgrpo.config.errors import register_secret
 from deepgrpo.endpoint.errors import PROXIED, EndpointError, Refused, Unavailable, failure, words
 
 BODY_LIMIT = 16 << 20  # bytes of a reply after decompression; a reply of 100,000 tokens has half a million
@@ -32,7 +32,7 @@ class OpenAITransport:
         self._sdk: openai.AsyncOpenAI | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._renames_limit = False  # newer models of OpenAI's take the reply's limit under another name only
-        secrets.register(self._api_key)
+        register_secret(self._api_key)
 
     async def __call__(self, request: Mapping[str, Any], timeout: float) -> str:
         """Sends `request` and waits at most `timeout` seconds for the whole body.

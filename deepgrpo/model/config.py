@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from deepgrpo.config.forest_folder import read_json
+from deepgrpo.config.folders import read_json
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

@@ -14,8 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from deepgrpo.config.errors import describe, shown
-from deepgrpo.config.secrets import redact
+from deepgrpo.config.errors import describe, redact, shown
 
 VARIANTS = 20  # different texts of one line of code, a step
 

@@ -9,7 +9,7 @@ import pathlib
 import re
 from typing import Any
 
-from deepgrpo.config import forest_folder
+from deepgrpo.config import folders
 from deepgrpo.config.errors import Finding, describe
 from deepgrpo.data import dataset, templates
 from deepgrpo.data import tokenizer as tokenizer_lib
@@ -288,7 +288,7 @@ def _language(config: Any, folder: pathlib.Path, model: ModelConfig) -> list[Fin
         return [Finding(what, "get tokenizer.json and tokenizer_config.json of this model again, which need no further package")]
     findings = []
     if (folder / "tokenizer.json").is_file():
-        stated, used = forest_folder.tokens(read_object(folder / "tokenizer.json")), tokenizer.get_vocab()
+        stated, used = folders.tokens(read_object(folder / "tokenizer.json")), tokenizer.get_vocab()
         if moved := next((token for token, number in stated.items() if used.get(token) != number), None):
             what = f"model: tokenizer.json in {folder} numbers {moved!r} {stated[moved]}, loaded it is {used.get(moved)}"
             findings.append(Finding(what, "let its vocabulary hold the token with the same id, or take the token out"))

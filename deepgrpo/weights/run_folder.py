@@ -20,7 +20,7 @@ from typing import Any
 
 from deepgrpo.config import CommandLine, run_folder, write_resolved
 from deepgrpo.config.errors import Finding, remedy_of
-from deepgrpo.config.forest_folder import read_json
+from deepgrpo.config.folders import read_json
 from deepgrpo.learner import distributed
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.telemetry import metrics as metrics_lib
@@ -172,7 +172,7 @@ def begin(
     """
     run, keep = run_folder(config), config.checkpoint
     label = "" if config.data.selection else LABEL
-    checkpoints = Checkpoints(run / "checkpoints", keep.keep, keep.save_best, keep.best_metric, best_label=label)
+    checkpoints = Checkpoints(run / "checkpoints", keep.keep, True, keep.best_metric, best_label=label)
     resumed, found = taken(config, checkpoints, stack) if write else (checkpoints.latest_step(), [])
     warnings = check_inputs(config, resumed is not None, found)
     distributed.require_agreement(resumed, f"newest checkpoint in {run}")

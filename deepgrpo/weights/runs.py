@@ -4,7 +4,7 @@ import difflib
 import pathlib
 from typing import Any
 
-from deepgrpo.config.forest_folder import read_json, vocabulary_of_model
+from deepgrpo.config.folders import read_json, vocabulary_of_model
 from deepgrpo.weights.checkpoint import MANIFEST, CheckpointError, Checkpoints, defect
 
 EXPECTED = f"expected a run's folder (with checkpoints/<step>/{MANIFEST}) or one of its steps (with {MANIFEST})"

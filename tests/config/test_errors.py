@@ -11,22 +11,10 @@ import rich.table
 import rich.text
 import rich.tree
 
-from deepgrpo import preflight
-from deepgrpo.config.errors import CONTROL, ConfigError, Finding, Setup, remedy_of
+from deepgrpo.config.errors import CONTROL, ConfigError, Setup, remedy_of
 from deepgrpo.telemetry import dumps, terminal
 from deepgrpo.telemetry.log import close_log, open_log
 from deepgrpo.telemetry.metrics import RecordError
-
-
-class Wrapped(RuntimeError):
-    pass
-
-
-def quoted(number: int) -> Wrapped:
-    """As a library passes on the operating system's words."""
-    error = Wrapped("the store failed")
-    error.__cause__ = RuntimeError(f"INTERNAL: open: {os.strerror(number)} [tensorstore]")
-    return error
 
 
 @pytest.mark.parametrize(
@@ -38,7 +26,6 @@ def quoted(number: int) -> Wrapped:
         (SystemExit("error: no such set"), "head: no such set"),
         (PermissionError(errno.EACCES, "Permission denied", "/data/x"), "head: /data/x: Permission denied -> have its owner"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "r" * 9), "head: rrrrrrrrr: File name too long -> choose a shorter"),
-        (OSError(errno.EMFILE, "Too many open files"), "-> raise the limit of open files before the start: ulimit -n"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "head: UnicodeDecodeError: 'utf-8' codec"),
         (ImportError("no module x"), "head: ImportError: no module x"),
     ],
@@ -52,30 +39,23 @@ def test_what_the_user_mends_is_one_message(error, told):
 def test_the_traceback_goes_to_the_log_or_stays(tmp_path):
     with pytest.raises(KeyError), Setup("head", tmp_path / "absent" / "log.txt"):
         raise KeyError("x")  # no log could take it
-    with (
-        pytest.raises(ConfigError, match="KeyError: 'x'(.|\n)*traceback: .*log.txt") as caught,
-        Setup("head", tmp_path / "log.txt"),
-    ):
+    log = tmp_path / "log.txt"
+    with pytest.raises(ConfigError, match="KeyError: 'x'(.|\n)*traceback: .*log.txt") as caught, Setup("head", log):
         raise KeyError("x")
-    assert "Traceback" not in str(caught.value) and 'raise KeyError("x")' in (tmp_path / "log.txt").read_text()
+    assert "Traceback" not in str(caught.value) and 'raise KeyError("x")' in log.read_text()
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), OSError(errno.ENOSPC, "No space left on device")])
-def test_after_the_set_up_an_error_is_its_own(error):
-    with pytest.raises(type(error)) as caught, Setup("head") as setup:
-        setup.done()
-        raise error
-    assert caught.value is error
-
-
-def test_after_the_set_up_what_the_program_says_on_purpose_needs_no_traceback(tmp_path):
+@pytest.mark.parametrize("error", [ValueError("a bug"), OSError(errno.ENOSPC, "No space"), KeyError("a bug")])
+def test_after_the_set_up_an_error_is_its_own_unless_the_program_raised_it_on_purpose(error, tmp_path):
+    for head in ("", "run x stopped"):
+        with pytest.raises(type(error)) as caught, Setup("head", tmp_path / "log.txt") as setup:
+            setup.done(head)
+            raise error
+        assert caught.value is error
     with pytest.raises(ConfigError, match="^run x stopped: disk full") as caught, Setup("head", tmp_path / "log.txt") as setup:
         setup.done("run x stopped")
         raise RecordError("disk full")
     assert "Traceback" not in str(caught.value) and "RecordError" in (tmp_path / "log.txt").read_text()
-    with pytest.raises(KeyError), Setup("head", tmp_path / "log.txt") as setup:
-        setup.done("run x stopped")
-        raise KeyError("a bug")
 
 
 def test_an_end_that_is_no_error_passes():
@@ -85,22 +65,11 @@ def test_an_end_that_is_no_error_passes():
         assert caught.value.code == code
 
 
-def test_the_systems_refusal_is_found_behind_a_librarys_error():
-    assert "ulimit -n" in remedy_of(quoted(errno.EMFILE)) and "make room" in remedy_of(quoted(errno.ENOSPC))
-    assert remedy_of(quoted(errno.ERANGE)) == ""
-
-
-def test_a_check_that_fails_is_a_finding_about_its_part(monkeypatch):
-    def shape_problems(config):
-        return [Finding(config["absent"], "")]
-
-    def rubric_problems(config):
-        raise SystemExit("configuration error: rewards.graders: no such function")
-
-    (finding,) = preflight.asked(shape_problems, {})
-    assert finding.what.startswith("shape: ") and "KeyError: 'absent'" in finding.what and finding.fatal
-    (finding,) = preflight.asked(rubric_problems, {})
-    assert "no such function" in finding.what
+@pytest.mark.parametrize(("number", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENOSPC, "make room"), (errno.ERANGE, "")])
+def test_the_systems_refusal_is_found_behind_a_librarys_error(number, remedy):
+    error = RuntimeError("the store failed")
+    error.__cause__ = RuntimeError(f"INTERNAL: open: {os.strerror(number)} [tensorstore]")  # in the words of the system
+    assert remedy in remedy_of(error) and bool(remedy) == bool(remedy_of(error))
 
 
 STEERING = "a\x1b]0;title\x07b\x1b[2Jc\r\x9b31m\u202e\x7f"

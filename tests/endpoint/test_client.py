@@ -8,7 +8,7 @@ import pytest
 from deepgrpo.endpoint.client import BACKOFF_JITTER, extra_body
 from deepgrpo.endpoint.errors import Refused, Unavailable
 from tests.endpoint.scripted import Scripted, completion, ok, run
-from tests.teacher.scenarios import teacher_cases
+from tests.teacher.fakes import teacher_cases
 
 DOWN = Unavailable("transport", "no route")
 

@@ -105,12 +105,12 @@ class Server(http.server.ThreadingHTTPServer):
 class Endpoint:
     """`behave` answers chats and `list_models` the list of models; both may be replaced while it serves."""
 
-    def __init__(self, behave: Behaviour = right, list_models: Behaviour = listed, tls: pathlib.Path | None = None):
+    def __init__(self, behave: Behaviour = right, list_models: Behaviour = listed, tls: pathlib.Path | None = None, port=0):
         """tls: a folder; certificate and key are put there as cert.pem and key.pem, and served with."""
         self.behave, self.list_models = behave, list_models
         self.asked: list[dict[str, Any]] = []
         self.lock, self.closing = threading.Lock(), threading.Event()
-        self._server = Server(("127.0.0.1", 0), Exchange)
+        self._server = Server(("127.0.0.1", port), Exchange)
         self._server.daemon_threads, self._server.block_on_close, self._server.endpoint = True, False, self
         if tls is not None:
             (tls / "cert.pem").write_text(CERTIFICATE)
@@ -118,7 +118,8 @@ class Endpoint:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(tls / "cert.pem", tls / "key.pem")
             self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
-        self.base_url = f"http{'s' if tls else ''}://127.0.0.1:{self._server.server_address[1]}/v1"
+        self.port = self._server.server_address[1]
+        self.base_url = f"http{'s' if tls else ''}://127.0.0.1:{self.port}/v1"
 
     def __enter__(self) -> "Endpoint":
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()

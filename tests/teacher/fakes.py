@@ -1,16 +1,25 @@
-"""Stand-ins for what surrounds the annotator and the worker."""
+"""Stand-ins for what surrounds the annotator and the worker, a byte-level tokenizer, and the golden cases of the teacher."""
 
 import asyncio
 import concurrent.futures
+import functools
+import json
 import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
 from configs import common
 from deepgrpo.curriculum.base import Correction, Failure
 from deepgrpo.teacher.annotate import ACCEPTED, Outcome
+from deepgrpo.teacher.splice import Codec
 from deepgrpo.teacher.worker import TeacherWorker
 from deepgrpo.types import Grade, Problem, as_ids
+from tests.conftest import golden_files
 
 
 class NumberCodec:
@@ -161,3 +170,61 @@ def configured(limits):
     config.teacher.update({name: getattr(limits, name) for name in names})
     config.rollout.max_model_len, config.curriculum.min_remaining_tokens = limits.max_model_len, limits.min_remaining_tokens
     return config
+
+
+#### A tokenizer like those of Qwen and SmolLM2: an id may hold half a character, a text has many tokenisations
+
+TEXTS = [
+    "The sum is 12 + 30 = 42 units.\n\nSo the answer is 42.",
+    "die Größe π ≈ 3.14 € 😀 日本語",
+    "a+6=63\nb+9=72\n#### 72",
+] * 4
+
+
+@functools.cache
+def _trained() -> str:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer.to_str()
+
+
+def byte_level_codec() -> Codec:
+    """A codec over a fresh tokenizer instance; ids 0..2 are special, 2 is the stop id."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(_trained()),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    return Codec(tokenizer)
+
+
+#### Golden cases of the teacher (`pools_*_teacher*.json`) as test parameters
+
+MARKS = {  # kind: what its cases' arguments or results have and no other kind's; a scenario may have any name
+    "suffix_alignment": "teacher_ids",
+    "append_eos": "mask",
+    "parse_solution_reply": "solution",
+    "parse_index_reply": "index",
+    "client_retry": "temperature_schedule",
+    "worker_modes": "worker_step",
+}
+
+
+def teacher_cases(kind: str) -> list:
+    """Cases of one kind over all files of the pattern, or one skipped case if there is no file."""
+    files = golden_files("pools_*_teacher*.json")
+    cases = [
+        pytest.param(case["args"], case["result"], id=f"{path.stem}-{found['name']}-{i}")
+        for path in files
+        for found in json.loads(path.read_text())["scenarios"]
+        for i, case in enumerate(found["cases"])
+        if MARKS[kind] in {*case["args"], *(case["result"] or ())}
+    ]
+    assert cases or not files, f"no case of the kind {kind} in {files}"
+    absent = pytest.mark.skip(reason="golden cases pools_*_teacher*.json are absent: set DEEPGRPO_GOLDEN")
+    return cases or [pytest.param(None, None, marks=absent, id="absent")]

@@ -11,9 +11,7 @@ from deepgrpo.teacher.oracle import Oracle
 from deepgrpo.teacher.splice import Limits
 from deepgrpo.types import Grade
 from tests.endpoint.scripted import Scripted, client, completion
-from tests.teacher.fakes import InstantGrader, NumberCodec, configured, failure
-from tests.teacher.scenarios import teacher_cases
-from tests.teacher.tokenizers_for_tests import byte_level_codec
+from tests.teacher.fakes import InstantGrader, NumberCodec, byte_level_codec, configured, failure, teacher_cases
 
 RIGHT, WRONG = Grade(1.0, True, "right"), Grade(0.0, True, "wrong")
 LIMITS = Limits(2, 0.0, 0, 1000)

@@ -20,8 +20,9 @@ from deepgrpo.teacher.worker import TeacherWorker
 from deepgrpo.types import Grade, Problem, as_ids
 from tests.curriculum import made
 from tests.endpoint.scripted import client
+from tests.faults.behaviours import breaks_off, choice, message, refuses
+from tests.faults.scripted_endpoint import Endpoint, right
 from tests.teacher.fakes import configured
-from tests.teacher.faulty_oracle import FaultyOracle
 
 SUM = "47 + 38 + 25 = ?"
 RIGHT = "47 + 38 = 85\n85 + 25 = 110\n#### 110"
@@ -112,10 +113,11 @@ def corrected_forest(tmp_path, name, base_url, replay="", seed=0):
 
 
 def test_replaying_a_run_needs_no_endpoint_and_makes_the_same_forest(tmp_path):
-    faults = ["", "429", "no_header", "500", "truncated", "think"]
-    with FaultyOracle("carry_chain", faults=lambda n: faults[n] if n < len(faults) else "") as oracle:
-        trees, metrics = corrected_forest(tmp_path, "first", oracle.base_url)
-        asked = oracle.requests
+    no_header = choice(**message(content="It is 12."))
+    faults = [right, refuses("slow down", 429, Retry_After="0"), no_header, refuses("broken", 500), breaks_off]
+    with Endpoint(lambda e: (faults[e.ordinal] if e.ordinal < len(faults) else right)(e)) as endpoint:
+        trees, metrics = corrected_forest(tmp_path, "first", endpoint.base_url)
+        asked = len(endpoint.asked)
     assert metrics["teacher_suffix/accepted"] >= 10 and metrics["teacher_worker/deferred"] == 0
     assert metrics["teacher_suffix/match_tokens"] == metrics["teacher_suffix/match_text_tokens"], "one id a character"
     assert metrics["teacher/replies"] <= asked and metrics["teacher/available"] == 1

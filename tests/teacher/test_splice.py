@@ -20,8 +20,7 @@ from deepgrpo.teacher.splice import (
     whole,
 )
 from deepgrpo.types import as_ids
-from tests.teacher.scenarios import teacher_cases
-from tests.teacher.tokenizers_for_tests import byte_level_codec
+from tests.teacher.fakes import byte_level_codec, teacher_cases
 
 CODEC = byte_level_codec()
 STOP = 2

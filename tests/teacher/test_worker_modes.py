@@ -10,8 +10,7 @@ from deepgrpo.teacher.worker import TeacherWorker
 from deepgrpo.types import Problem, as_ids
 from tests.curriculum import made
 from tests.curriculum.replay import assert_close
-from tests.teacher.fakes import Script, corrected, until
-from tests.teacher.scenarios import teacher_cases
+from tests.teacher.fakes import Script, corrected, teacher_cases, until
 
 
 def problem(prompt):

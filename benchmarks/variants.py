@@ -40,7 +40,7 @@ def train(arm: str, seed: int, tokens: int, folder: pathlib.Path) -> pathlib.Pat
         return run
     command = [sys.executable, "-m", "deepgrpo.train", f"--config={CONFIG}:{arm}", f"--config.name={run.name}"]
     command += [f"--config.run_dir={folder}", f"--config.seed={seed}", f"--config.train.student_tokens={tokens}"]
-    command += ["--config.telemetry.progress=false", "--config.telemetry.tensorboard=false"]
+    command += ["--config.telemetry.tensorboard=false"]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{run.name}.log", "w") as log:
         start = time.monotonic()

@@ -64,7 +64,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.max_prompt_length = 512  # tokens after templating; longer prompts are filtered out and counted
     config.data.template = "chat"  # how a question becomes prompt ids: data/templates.py
     config.data.allow_overlap = False  # refuse training questions that are also held-out ones (data/contamination.py)
-    config.data.shuffle = True  # a fresh order every epoch, a function of (seed, epoch)
     config.data.limit = 0  # keep only the first so many training rows; 0: all
     config.data.validation_limit = 0  # keep only the first so many rows of each validation set; 0: all
 
@@ -263,7 +262,6 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.validation = section()
     config.validation.every = 10  # steps; also before the first and after the last; 0: never
-    config.validation.before_train = True
     config.validation.n = 1  # answers a problem
     config.validation.temperature = 0.0  # 0: greedy
 
@@ -278,10 +276,8 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.checkpoint = section()
     config.checkpoint.every = 10  # steps; also at the end and on SIGTERM, SIGINT, SIGHUP, SIGUSR1; 0: only those
-    config.checkpoint.keep = 1  # newest checkpoints kept, besides the best
-    config.checkpoint.save_best = True  # also keep the one with the best validation score
+    config.checkpoint.keep = 1  # newest checkpoints kept, besides the one of the best validation
     config.checkpoint.best_metric = ""  # validation metric that decides; "": the average over sources
-    config.checkpoint.resume = "auto"  # auto: from the newest complete checkpoint | never: refuse a used run folder
     config.checkpoint.accept_changes = ()  # keys (or config.json, metrics.jsonl, vocabulary) that may differ in a resumed run
 
     config.diagnostics = section()  # look at a run and change nothing about it; _every: in steps, 0: never
@@ -306,5 +302,4 @@ def get_config() -> ml_collections.ConfigDict:
     config.telemetry = section()
     config.telemetry.tensorboard = True
     config.telemetry.rollouts_every = 10  # steps between dumps of all rollouts; 0: never
-    config.telemetry.progress = True  # a live line
     return config.lock()  # a mistyped key in an experiment is an error with the nearest name

@@ -97,7 +97,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     sources = {problem.data_source for problem in problems + held_out + choosing}
     grading = open_grading(config, stack, sources, run / "judge")
     dataset_lib.refuse_overlap(problems, held_out, choosing, data.allow_overlap)
-    dataset = dataset_lib.Dataset(problems, data.batch_size, config.seed, data.shuffle)
+    dataset = dataset_lib.Dataset(problems, data.batch_size, config.seed)
     curriculum = curriculum_lib.create(config) if first else None  # before the model: it may refuse what it is given
 
     ################################################################################################################
@@ -253,11 +253,11 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
 
     setup.done(f"run {config.name} stopped")
     stack.enter_context(report.end_if_not_finite())
-    progress = Progress(config.train, where(), config.telemetry.progress)
+    progress = Progress(config.train, where())
     stack.callback(progress.close)
     if step == 0:
         metrics = watch.recover(loop, setting, 0, timer) | {"training/student_tokens": 0.0}
-        if held_out and config.validation.every and config.validation.before_train:
+        if held_out and config.validation.every:
             metrics |= validate(0)
         if len(metrics) > 1:
             metrics_file.write(0, metrics | timer.metrics())

@@ -391,7 +391,7 @@ def unused(c: config_dict.ConfigDict) -> Iterator[tuple[bool, str, str]]:
     yield (
         c.validation.every == 0,
         "validation.every above 0",
-        "validation.n validation.temperature validation.before_train checkpoint.best_metric",
+        "validation.n validation.temperature checkpoint.best_metric",
     )
 
 

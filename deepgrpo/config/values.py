@@ -51,7 +51,6 @@ CHOICES = {
     "optim.schedule": ("constant", "cosine"),
     "evaluation.truncated": ("zero", "graded"),
     "evaluation.second_grader": ("", "typed", "compat_fast", "compat_full"),
-    "checkpoint.resume": ("auto", "never"),
 }
 
 POSITIVE = {  # by section, the keys that must be more than 0

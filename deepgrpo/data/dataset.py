@@ -226,7 +226,7 @@ class Dataset:
                 "the checkpoint's data position belongs to another data set or order ("
                 + "; ".join(changed)
                 + "). Resume with the same "
-                "data.train, data.template, data.max_prompt_length, data.limit, data.shuffle and seed, or start a new run"
+                "data.train, data.template, data.max_prompt_length, data.limit and seed, or start a new run"
             )
         self.epoch, self._cursor, self._order = state["epoch"], state["cursor"], order
 

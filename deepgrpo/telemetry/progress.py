@@ -52,14 +52,13 @@ class Progress:
 
     train: `train` of the configuration, which says what ends it. begun: `training/*` where this start begins; the time left is
     estimated from its pace.
-    enabled: False shows nothing. console: of rich; standard output by default.
+    console: of rich; standard output by default.
     """
 
     def __init__(
         self,
         train: Any,
         begun: Mapping[str, float],
-        enabled: bool = True,
         console: rich.console.Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -68,17 +67,15 @@ class Progress:
         self._begun_at = dict(begun)
         self._clock, self._begun = clock, clock()
         self._validation = math.nan
-        self._console = (console or terminal.Console()) if enabled else None
+        self._console = console or terminal.Console()
         self._live = None
-        if self._console and self._console.is_terminal:
+        if self._console.is_terminal:
             with no_end("the progress line"):
                 self._live = rich.live.Live(console=self._console, auto_refresh=False, transient=False)
                 self._live.start()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a finished step, given everything that goes into metrics.jsonl for it."""
-        if self._console is None:
-            return
         with no_end("the progress line"):
             self._validation = validation_score(metrics, self._validation)
             known = {"training/global_step": step, **metrics}

@@ -74,7 +74,7 @@ def weights_root(config: Any) -> pathlib.Path:
 
 def disk_problems(config: Any, model: ModelConfig) -> list[Finding]:
     run, keep = pathlib.Path(config.run_dir, config.name).absolute(), config.checkpoint
-    one, count = checkpoint_bytes(config, model), keep.keep + 1 + bool(keep.save_best and config.validation.every)
+    one, count = checkpoint_bytes(config, model), keep.keep + 1 + bool(config.validation.every)
     there = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())
     text = f"{count} checkpoints of {spoken(one)} (one is written before another goes)"
     needs = [(run / "checkpoints", max(one, count * one - there), text)]
@@ -96,7 +96,7 @@ def disk_problems(config: Any, model: ModelConfig) -> list[Finding]:
             listed = "; ".join(f"{text} in {path}" for path, _, text in parts)
             what = f"run folder: {spoken(need)} more are needed on a disk that has {spoken(free)} free: {listed}"
             remedy = "make room there, set --config.run_dir or --config.weights.folder to another disk, or keep less:"
-            found.append(Finding(what, f"{remedy} --config.checkpoint.keep=1 --config.checkpoint.save_best=false"))
+            found.append(Finding(what, f"{remedy} --config.checkpoint.keep=1"))
     return found
 
 

@@ -25,7 +25,7 @@ def machine(tmp_path, monkeypatch):
     config = common.get_config()
     config.name, config.model.path, config.run_dir = "run", str(folder), str(tmp_path / "runs")
     config.model.dtype, config.objective.kl_coef = "float32", 0.0
-    config.checkpoint.keep, config.checkpoint.save_best, config.weights.route = 1, False, "direct"
+    config.checkpoint.keep, config.validation.every, config.weights.route = 1, 0, "direct"
 
     def make(run=10**12, memory=None, host=(10**12, 10**12), **keys):
         shm = tmp_path / "shm"
@@ -63,7 +63,7 @@ def test_checkpoints_need_weights_moments_and_reference_once_more_than_are_kept(
 
 
 def test_the_best_checkpoint_counts_and_what_is_there_already_does_not(machine, tmp_path):
-    config = machine(run=36 * P - 1, checkpoint__save_best=True)
+    config = machine(run=36 * P - 1, validation__every=10)
     (found,) = room.room_problems(config, True)
     assert "3 checkpoints" in found.what
     old = tmp_path / "runs" / "run" / "checkpoints" / "4"

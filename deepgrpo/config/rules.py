@@ -166,15 +166,9 @@ def teacher_token_rules(c: config_dict.ConfigDict) -> Iterator[str]:
     if -1 < teacher.lr <= 0:
         yield "optim.teacher.lr: expected more than 0, or -1 for that of optim"
     if mixed and (post or o.teacher_loss == "sft"):
-        yield (
-            "the mixed mean is for null, luffy and snis in the PPO steps, not for objective.teacher_loss=sft or "
-            "objective.teacher_update=post_ppo; set objective.teacher_reduction=separate_stream_mean"
-        )
+        yield "objective.teacher_reduction=separate_stream_mean is needed by teacher_loss=sft and teacher_update=post_ppo"
     if mixed and (abs(o.teacher_coef - 1.0) > 1e-12 or o.auto_teacher_coef):
-        yield (
-            "the mixed mean has no coefficient; set objective.teacher_coef=1 and objective.auto_teacher_coef=False, or "
-            "objective.teacher_reduction=separate_stream_mean"
-        )
+        yield "the mixed mean has no coefficient: leave objective.teacher_coef=1 and objective.auto_teacher_coef=False"
     if o.auto_teacher_coef and o.teacher_loss == "null":
         yield "objective.auto_teacher_coef: there is no teacher loss to weigh; set it to False, or an objective.teacher_loss"
     if post and o.teacher_loss != "sft":
@@ -184,27 +178,15 @@ def teacher_token_rules(c: config_dict.ConfigDict) -> Iterator[str]:
     if o.teacher_loss == "snis" and not mixed:
         yield "objective.teacher_loss=snis weighs against student tokens; set objective.teacher_reduction=mixed_token_mean"
     if o.teacher_loss == "snis" and not attaches:
-        yield (
-            "objective.teacher_loss=snis trains on the teacher's continuations of injected states; set "
-            "curriculum.teacher_rows=True and curriculum.pool=forest"
-        )
+        yield "objective.teacher_loss=snis needs curriculum.teacher_rows=True and curriculum.pool=forest"
     if o.teacher_loss != "null" and not pool.keeps_suffixes:
         yield "there are no teacher tokens; set objective.teacher_loss=null, or curriculum.pool to forest or suffixes"
     if attaches and o.teacher_loss == "sft":
-        yield (
-            "objective.teacher_loss=sft trains on suffixes in batches of its own, not beside injected groups; set "
-            "curriculum.teacher_rows=False"
-        )
+        yield "objective.teacher_loss=sft trains in batches of its own; set curriculum.teacher_rows=False"
     elif attaches and not mixed:
-        yield (
-            "rows beside injected groups share the students' mean; set objective.teacher_reduction=mixed_token_mean or "
-            "curriculum.teacher_rows=False"
-        )
+        yield "rows beside injected groups need objective.teacher_reduction=mixed_token_mean or curriculum.teacher_rows=False"
     if o.whiten and (attaches or (pool.branches and pool.keeps_suffixes and o.teacher_loss != "sft")):
-        yield (
-            "a teacher's coefficient is relative to advantages that are not whitened; set objective.whiten=False or "
-            "curriculum.teacher_rows=False"
-        )
+        yield "whitened advantages do not go with teacher rows; set objective.whiten=False or curriculum.teacher_rows=False"
 
 
 def reward_rules(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -296,35 +278,20 @@ def curriculum_rules(c: config_dict.ConfigDict) -> Iterator[str]:
         if math.floor(curriculum.injection_ratio * c.data.batch_size + 1e-9) < 1:
             yield "no state would be injected; raise curriculum.injection_ratio or data.batch_size, or set curriculum.pool=none"
         if curriculum.injection_mode == "replace" and curriculum.injection_ratio == 1:
-            yield (
-                "every dataset prompt would be replaced and no new failure found; lower curriculum.injection_ratio or set "
-                "curriculum.injection_mode=add"
-            )
+            yield "no dataset prompt would be left; lower curriculum.injection_ratio or set curriculum.injection_mode=add"
         if curriculum.rollout_n == 1:
             yield "curriculum.rollout_n: a group of one has no advantage; expected 0 (rollout.n) or at least 2"
     room = c.rollout.max_model_len - curriculum.min_remaining_tokens
     if pool.asks_teacher and c.data.max_prompt_length >= room:
-        yield (
-            "a prompt of data.max_prompt_length leaves no room for a prefix and curriculum.min_remaining_tokens; raise "
-            "rollout.max_model_len"
-        )
+        yield "data.max_prompt_length and curriculum.min_remaining_tokens leave no room; raise rollout.max_model_len"
     if curriculum.failures != "all" and not all(name.partition(":")[0] in STEP_CHECKED for name in c.data.train):
-        yield (
-            f"longest_prefix needs a grader that checks steps, data.train of {' or '.join(STEP_CHECKED)}; set "
-            "curriculum.failures=all"
-        )
+        yield "longest_prefix needs data.train whose grader checks steps (carry_chain, arithmetic); set curriculum.failures=all"
     if curriculum.cut != "teacher" and o.teacher_loss != "null":
-        yield (
-            "the teacher's suffix only continues a state where student and teacher part; set objective.teacher_loss=null, or "
-            "curriculum.cut=teacher"
-        )
+        yield "other cuts leave no teacher suffix; set objective.teacher_loss=null, or curriculum.cut=teacher"
     if curriculum.suffix_sft != "off" and curriculum.pool != "forest":
         yield "only the forest keeps suffixes to train on; set curriculum.pool=forest, or curriculum.suffix_sft=off"
     if curriculum.suffix_sft != "off" and o.teacher_update != "post_ppo":
-        yield (
-            "suffixes are trained on in steps of their own; set objective.teacher_update=post_ppo, objective.teacher_loss=sft, "
-            "and objective.teacher_reduction=separate_stream_mean, or curriculum.suffix_sft=off"
-        )
+        yield "suffix SFT needs objective.teacher_update=post_ppo; set it, or curriculum.suffix_sft=off"
     if o.teacher_loss == "sft" and curriculum.pool == "forest" and curriculum.suffix_sft == "off":
         yield "objective.teacher_loss=sft would train on nothing; set curriculum.suffix_sft=epoch_local or post_step"
 

@@ -36,7 +36,7 @@ from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.data.contamination import overlap
 from deepgrpo.learner import sharding
 from deepgrpo.loops import reasoning
-from deepgrpo.loops.base import Setting
+from deepgrpo.loops.base import RolloutContext
 from deepgrpo.preflight import check_inputs
 from deepgrpo.rewards.grade import check_sources, rubric_of
 from deepgrpo.rewards.setup import open_grading
@@ -181,19 +181,19 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
         engine = open_policy(config, step, stack, vocabulary, sampling, [p.prompt_ids for ps in loaded.values() for p in ps], out)
         service = open_grading(config, stack, set(files), out / "judge")
         marks = Marks(service, keys.truncated)
-        setting = Setting(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * service.deadline)
+        context = RolloutContext(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * service.deadline)
         setup.done()
         for spec, start in missing:
             part = loaded[spec][start : start + CHUNK]
             prompts = [Prompt(p.prompt_ids, p, keys.n, f"{spec}#{p.index}") for p in part]
-            groups = LOOPS[config.loop](setting, prompts, 0, f"evaluation:{file_of(spec)}:{start}")
+            groups = LOOPS[config.loop](context, prompts, 0, f"evaluation:{file_of(spec)}:{start}")
             service.end_step()
             end_step()
             entries = []
             for group in groups:
                 problem = group.prompt.problem
                 seen = [
-                    reasoning.as_answer(setting, group.prompt, rollout.completion, "evaluation") for rollout in group.rollouts
+                    reasoning.as_answer(context, group.prompt, rollout.completion, "evaluation") for rollout in group.rollouts
                 ]
                 name = named[spec][problem.index]
                 entries.append(answers_lib.entry_of(group, name, f"{file_of(spec)}#{problem.index}", seen))

@@ -15,7 +15,6 @@ One step, in the order of the banners below:
 The teacher works beside it: it corrects failures, and each prefix that student and corrected answer share becomes a new state.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import gc
@@ -36,8 +35,9 @@ from deepgrpo.learner.distributed import Stop
 from deepgrpo.learner.learner import Learner, PendingUpdate
 from deepgrpo.learner.minibatch import least_prompts, step_rows
 from deepgrpo.learner.training_rows import Idle, find_continuations, training_rows
-from deepgrpo.loops import dynamic, reasoning, treerl
-from deepgrpo.loops.base import Setting, with_branches, with_sampling
+from deepgrpo.loops import reasoning, treerl
+from deepgrpo.loops.ahead import Rollouts
+from deepgrpo.loops.base import RolloutContext, with_sampling
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.preflight import check_inputs
@@ -45,6 +45,7 @@ from deepgrpo.rewards.grade import rubric_of
 from deepgrpo.rewards.setup import open_grading
 from deepgrpo.rewards.weighted import part_means
 from deepgrpo.rollout.engine import Sampling
+from deepgrpo.teacher.none import NoTeacher
 from deepgrpo.teacher.worker import open_teacher
 from deepgrpo.telemetry import alerts, diagnostics, dumps, statistics
 from deepgrpo.telemetry.log import end_step
@@ -141,9 +142,10 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         learner.follow({"save": lambda step: checkpoints.save(step, learner.state, {}), "store": store})
         return
     suffixes = suffix_sft.SuffixSft(config, curriculum, learner.update_teacher, stop_ids)
-    teacher = None
+    parts = {"dataset": dataset, "grading": grading, "suffix_sft": suffixes}  # whose state is in host.json
+    teacher = NoTeacher()
     if config.teacher.enabled and config.curriculum.pool != "none":
-        teacher = open_teacher(
+        teacher = parts["teacher"] = open_teacher(
             config,
             stack,
             curriculum=curriculum,
@@ -158,12 +160,9 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     ################################################################################################################
     step, student_tokens, version = 0, 0, 0
     if resumed is not None:
-        dataset.restore(host["dataset"])
-        grading.restore(host["grading"])
         curriculum.restore(folder / "curriculum")
-        suffixes.restore(host["suffix_sft"])
-        if teacher:
-            teacher.restore(host["teacher"])
+        for name, part in parts.items():
+            part.restore(host[name])
         step, student_tokens = host["step"], host["student_tokens"]
         version = host.get("weight_version", step)  # the step that made the weights: not each one changes them
         log.info("resumed from %s after step %d", folder, step)
@@ -171,9 +170,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     stack.callback(metrics_file.close)
     watch = diagnostics.Diagnostics(config, run, curriculum, learner, tokenizer.decode, stop_ids, problems, teacher, step)
     loop = watch.timed(LOOPS[config.loop](config))
-    if teacher:  # only now: it takes work at once
-        teacher.start()
-        stack.callback(teacher.stop)
+    teacher.start()  # only now: it takes work at once
+    stack.callback(teacher.stop)
     rollout = config.rollout
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop_ids, rollout.max_model_len)
     engine, publish = open_engine(
@@ -187,32 +185,10 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         version=version,
         run=run,
     )
-    setting = Setting(engine, grading, tokenizer, sampling, config.seed, GRADING_PATIENCE * grading.deadline)
-    setting_of_others = dataclasses.replace(setting, tokenizer=tokenizer_lib.load_tokenizer(config.model.path))
-    greedy = with_sampling(setting, temperature=config.validation.temperature, top_p=1.0, top_k=-1)
+    context = RolloutContext(engine, grading, tokenizer, sampling, config.seed, GRADING_PATIENCE * grading.deadline)
+    background_context = dataclasses.replace(context, tokenizer=tokenizer_lib.load_tokenizer(config.model.path))
+    greedy = with_sampling(context, temperature=config.validation.temperature, top_p=1.0, top_k=-1)
     timer, idle = Timer(), Idle()
-
-    def draw(at: int) -> list[Prompt]:
-        """The prompts of a step: the data set's and, if there are any, hard states."""
-        states = curriculum.sample(curriculum.num_to_inject(data.batch_size), at)
-        replaced = len(states) if config.curriculum.injection_mode == "replace" else 0
-        drawn = dataset.next(data.batch_size - replaced)
-        prompts = [Prompt(p.prompt_ids, p, rollout.n, f"{at}:{i}") for i, p in enumerate(drawn)]
-        for i, s in enumerate(states):
-            n = s.n if s.n is not None else config.curriculum.rollout_n or rollout.n
-            prompts.append(Prompt(s.ids, s.problem, n, f"{at}:state:{i}", s.node, s.stream))
-        return watch.with_pairs(prompts, at)
-
-    def roll_out(parties: Setting, prompts: list[Prompt], at: int) -> dynamic.Batch:
-        """A step's rollouts; with dynamic sampling, of further dataset prompts too."""
-
-        def roll(asked, number):
-            return watch.without_pairs(with_branches(loop, parties, asked, curriculum, at, number), at)
-
-        def further(n, _number, offset):
-            return [Prompt(p.prompt_ids, p, rollout.n, f"{at}:{offset + i}") for i, p in enumerate(dataset.next(n))]
-
-        return dynamic.run(roll, prompts, further, max_rounds=rollout.dynamic_sampling, on_cap=rollout.dynamic_on_cap)
 
     def validate(at: int) -> dict[str, float]:
         validated = enumerate(held_out + choosing)
@@ -226,11 +202,9 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         return statistics.validation_metrics(records) | {f"{checkpoint_lib.SELECTION}{key}": v for key, v in of_selection.items()}
 
     def save() -> None:
-        host = {"step": step, "student_tokens": student_tokens, "dataset": dataset.state(), "learner": learner.host_state()}
-        host |= {"grading": grading.state(), "suffix_sft": suffixes.state()}
-        if teacher:
-            host["teacher"] = teacher.state()
-        host |= {"metrics": metrics_file.sync(), "weight_version": versions[-1]}
+        host = {"step": step, "student_tokens": student_tokens, "learner": learner.host_state()}
+        host |= {name: part.state() for name, part in parts.items()}
+        host |= {"metrics": metrics_file.sync(), "weight_version": rollouts.version}
         learner.announce("save", step=step)
         with timer("save_checkpoint"):
             checkpoints.save(step, learner.state, host, {"curriculum": curriculum.state})
@@ -256,7 +230,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     progress = Progress(config.train, where())
     stack.callback(progress.close)
     if step == 0:
-        metrics = watch.recover(loop, setting, 0, timer) | {"training/student_tokens": 0.0}
+        metrics = watch.recover(loop, context, 0, timer) | {"training/student_tokens": 0.0}
         if held_out and config.validation.every:
             metrics |= validate(0)
         if len(metrics) > 1:
@@ -267,89 +241,65 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         log.info("nothing to do: %s is at %s", run, told(where()))
         return
 
-    others = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, "rollouts"))
-    ahead = None  # with max_staleness 1: the next step's groups, in the making while this step updates
-    late, last = None, False  # then also: the log line of the step before, written once this step's update is under way
-    versions = [engine.version]  # of the weights, the newest two
-    while not last and (ahead or not stop.is_set()):
+    rollouts = Rollouts(config, loop, context, background_context, dataset, curriculum, watch)
+    stack.callback(rollouts.close)
+    last, pending_log = False, None  # the log of the step before is written once the present step's update is under way
+    while not last and (rollouts.pending or not stop.is_set()):
         step += 1
         with timer("step", f"step {step}"):
-            ########################################################################################################
-            #  Prompts (the data set's, and hard states) and their rollouts, graded as they finish
-            ########################################################################################################
-            with timer("gen"):
-                batch = ahead.result() if ahead else roll_out(setting, draw(step), step)
-            grading.end_step()
-            groups = batch.groups
-            watch.look(groups, step)
-            ahead = None
-            student_tokens += sum(r.sampled for group in groups for r in group.rollouts)
+            #### Rollouts: the data set's prompts and the curriculum's hard states, graded as they finish
+            batch = rollouts.take(step, timer)
+            watch.look(batch.groups, step)
+            student_tokens += batch.sampled
 
-            ########################################################################################################
-            #  Curriculum: mastered states retire, failures go to the teacher
-            ########################################################################################################
-            if teacher:
-                teacher.step = step
-            continuations = find_continuations(groups, curriculum.continuation)
-            metrics = curriculum.observe(groups, step)
-            if teacher:
-                with timer("teacher_wait"):
-                    if config.teacher.synchronous:
-                        teacher.drain(step, config.teacher.timeout + DEADLINE_SLACK)
-                    else:
-                        teacher.notify()
-                teacher.raise_if_failed()
+            #### Curriculum: mastered states retire, failures go to the teacher
+            teacher.step = step
+            continuations = find_continuations(batch.groups, curriculum.continuation)
+            metrics = curriculum.observe(batch.groups, step)
+            metrics["rollout_mismatch/staleness"] = rollouts.staleness(batch.groups)
+            teacher.serve(step, config.teacher.timeout + DEADLINE_SLACK, timer)
 
-            ########################################################################################################
-            #  Update
-            ########################################################################################################
-            last = done()
+            #### Update
+            last, reached, ended = done(), where(), dataset.passes()
             validates = bool(held_out) and config.validation.every > 0 and (last or step % config.validation.every == 0)
             saves = last or (config.checkpoint.every > 0 and step % config.checkpoint.every == 0)
-            reached, ended = where(), dataset.passes()
             # A checkpoint holds no half-made step, and nothing else uses the engine meanwhile.
             if rollout.max_staleness and not (saves or validates or watch.recovers(step) or stop.is_set()):
-                ahead = others.submit(roll_out, setting_of_others, draw(step + 1), step + 1)
-            oldest = min((r.completion.version for group in groups for r in group.rollouts), default=versions[-1])
-            metrics["rollout_mismatch/staleness"] = sum(version > oldest for version in versions)
-            rows, of_rows = training_rows(batch.trained, continuations, config, stop_ids, idle)
+                rollouts.start(step + 1)
+            rows, row_metrics = training_rows(batch.trained, continuations, config, stop_ids, idle)
             update = learner.start_update(rows, step)
-            of_suffixes = suffixes.train(rows, step, ended, last)  # the sft arm's own optimizer steps, when they are due
-            if late:
-                write_log(*late)
-            if ahead:
-                with timer("gen"):
-                    concurrent.futures.wait([ahead])  # one step's rollouts are of one policy
+            sft_metrics = suffixes.train(rows, step, ended, last)  # the sft arm's own optimizer steps, when they are due
+            if pending_log:
+                write_log(*pending_log)
+            rollouts.wait(timer)
             if rows or suffixes.steps:
                 with timer("publish"):
                     publish(learner.policy, step)
-                versions = [versions[-1], step]
+                rollouts.published(step)
 
-            ########################################################################################################
-            #  Validation and log
-            ########################################################################################################
+            #### Validation
             if validates:
                 metrics |= validate(step)
-            metrics |= watch.recover(loop, setting, step, timer)
-            if not ahead:
+            metrics |= watch.recover(loop, context, step, timer)
+            if not rollouts.pending:
                 update.metrics()  # waits for the devices, which is part of the step
-        metrics |= statistics.group_statistics(groups, config.rewards.threshold) | part_means(groups)
-        metrics |= reached | of_rows | batch.metrics | curriculum.metrics() | of_suffixes
-        metrics |= (teacher.metrics() if teacher else {}) | grading.metrics() | engine.metrics() | timer.metrics()
+
+        #### Log
+        metrics |= statistics.group_statistics(batch.groups, config.rewards.threshold) | part_means(batch.groups)
+        metrics |= reached | row_metrics | batch.metrics | curriculum.metrics() | sft_metrics
+        metrics |= teacher.metrics() | grading.metrics() | engine.metrics() | timer.metrics()
         metrics |= watch.metrics(rows, metrics, step)
-        late = (step, metrics, update)
-        if not ahead:
-            metrics, late = write_log(*late), None
+        pending_log = (step, metrics, update)
+        if not rollouts.pending:
+            metrics, pending_log = write_log(*pending_log), None
         if config.telemetry.rollouts_every and step % config.telemetry.rollouts_every == 0:
             with timer("dump_rollout_generations"):
-                dumps.show(run / "rollouts" / f"{step}.jsonl", dumps.rollout_records(groups, step, tokenizer.decode))
+                dumps.show(run / "rollouts" / f"{step}.jsonl", dumps.rollout_records(batch.groups, step, tokenizer.decode))
 
-        ############################################################################################################
-        #  Checkpoint
-        ############################################################################################################
+        #### Checkpoint
         deciding = {key: v for key, v in metrics.items() if not choosing or key.startswith(checkpoint_lib.SELECTION)}
         is_best = checkpoints.note_validation(step, deciding)
-        if (is_best or saves or stop.is_set()) and not ahead:
+        if (is_best or saves or stop.is_set()) and not rollouts.pending:
             save()
     progress.close()
     reason = "stopped by a signal" if stop.is_set() and not last else "finished"

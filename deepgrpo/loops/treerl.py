@@ -15,7 +15,7 @@ import ml_collections
 import numpy as np
 
 from deepgrpo.loops import reasoning, treerl_tree
-from deepgrpo.loops.base import Setting
+from deepgrpo.loops.base import RolloutContext
 from deepgrpo.loops.treerl_tree import MIN_PREFIX_RATIO, MIN_SUFFIX_TOKENS, Segment
 from deepgrpo.rollout.engine import Request, sample_seed
 from deepgrpo.types import Completion, Grade, Group, Prompt, Rollout, as_ids
@@ -58,13 +58,13 @@ class Stem:
 Tree = list[Response]  # its first response, then those forked from earlier ones
 
 
-def create(config: ml_collections.ConfigDict) -> Callable[[Setting, Sequence[Prompt], int, str], list[Group]]:
+def create(config: ml_collections.ConfigDict) -> Callable[[RolloutContext, Sequence[Prompt], int, str], list[Group]]:
     """The loop with the forks of the configuration's section `treerl`."""
     keys = config.treerl
     return functools.partial(run, Shape(keys.M, keys.N, keys.L, keys.T))
 
 
-def run(shape: Shape, setting: Setting, prompts: Sequence[Prompt], step: int, purpose: str) -> list[Group]:
+def run(shape: Shape, context: RolloutContext, prompts: Sequence[Prompt], step: int, purpose: str) -> list[Group]:
     """Grows trees from every prompt; returns a group of all their responses, depth first, the older continuation first.
 
     `Prompt.n` is ignored. A continuation that was aborted is no part of its tree. All samples are of one version of the weights.
@@ -74,35 +74,35 @@ def run(shape: Shape, setting: Setting, prompts: Sequence[Prompt], step: int, pu
         all that the prompt could have.
 
     Raises:
-      TimeoutError: not one answer was graded within `setting.grading_deadline` seconds after the last continuation.
+      TimeoutError: not one answer was graded within `context.grading_deadline` seconds after the last continuation.
     """
     if purpose.startswith(reasoning.MEASURING):
-        return reasoning.run(setting, prompts, step, purpose)
+        return reasoning.run(context, prompts, step, purpose)
 
     def seeds(rounds: int, i: int, first: int, n: int) -> tuple[int, ...]:
         stream = f"{purpose}:round {rounds}"
-        return tuple(sample_seed(setting.seed, step, stream, i, first + j) for j in range(n))
+        return tuple(sample_seed(context.seed, step, stream, i, first + j) for j in range(n))
 
     stems = [Stem(prompt, None, 0, seeds(0, i, 0, shape.M)) for i, prompt in enumerate(prompts)]
-    forests = [[[response] for response in responses] for responses in sample(setting, stems)]
+    forests = [[[response] for response in responses] for responses in sample(context, stems)]
     for rounds in range(1, shape.L + 1):
         stems, grown = [], []
         for i, (prompt, forest) in enumerate(zip(prompts, forests, strict=True)):
-            limit = setting.sampling.max_model_len - len(prompt.ids) - MIN_SUFFIX_TOKENS
+            limit = context.sampling.max_model_len - len(prompt.ids) - MIN_SUFFIX_TOKENS
             for m, tree in enumerate(forest):
                 for k, (response, start) in enumerate(forks(tree, shape.N)):
                     if start < limit:
                         first = (m * shape.N + k) * shape.T
                         stems.append(Stem(prompt, response, start, seeds(rounds, i, first, shape.T)))
                         grown.append(tree)
-        for tree, responses in zip(grown, sample(setting, stems), strict=True):
+        for tree, responses in zip(grown, sample(context, stems), strict=True):
             tree += responses
     verdicts = [response.verdict for forest in forests for tree in forest for response in tree]
-    reasoning.wait_for_verdicts(setting, verdicts, step)
+    reasoning.wait_for_verdicts(context, verdicts, step)
     return [scored(prompt, forest) for prompt, forest in zip(prompts, forests, strict=True)]
 
 
-def sample(setting: Setting, stems: Sequence[Stem]) -> list[list[Response]]:
+def sample(context: RolloutContext, stems: Sequence[Stem]) -> list[list[Response]]:
     """Continues every stem, and hands each whole response to the graders as soon as it is there."""
     if not stems:
         return []
@@ -111,15 +111,15 @@ def sample(setting: Setting, stems: Sequence[Stem]) -> list[list[Response]]:
     def grade(i: int, j: int, continuation: Completion) -> None:
         if continuation.finish_reason != "abort":
             stem = stems[i]
-            whole = reasoning.full_is_truncated(setting, stem.prompt, joined(stem, continuation))
-            verdict = setting.grading.submit(reasoning.as_answer(setting, stem.prompt, whole))
+            whole = reasoning.full_is_truncated(context, stem.prompt, joined(stem, continuation))
+            verdict = context.grading.submit(reasoning.as_answer(context, stem.prompt, whole))
             found[i, j] = Response(whole, verdict, stem.parent, stem.start)
 
-    setting.engine.generate([Request(context(stem), stem.seeds) for stem in stems], setting.sampling, on_done=grade)
+    context.engine.generate([Request(given_ids(stem), stem.seeds) for stem in stems], context.sampling, on_done=grade)
     return [[found[i, j] for j in range(len(stem.seeds)) if (i, j) in found] for i, stem in enumerate(stems)]
 
 
-def context(stem: Stem) -> np.ndarray:
+def given_ids(stem: Stem) -> np.ndarray:
     """The ids that are continued, all of them as they were sampled: int32[len]."""
     if stem.parent is None:
         return stem.prompt.ids

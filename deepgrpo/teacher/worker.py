@@ -18,7 +18,7 @@ import math
 import pathlib
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import ml_collections
@@ -166,6 +166,15 @@ class TeacherWorker:
         except TimeoutError:
             future.cancel()
             raise TimeoutError(f"the teacher worker's event loop did not finish drain({step}) within {deadline:g} s") from None
+
+    def serve(self, step: int, deadline: float, timer: Callable[[str], contextlib.AbstractContextManager]) -> None:
+        """Between observing a step and its update: waits for its corrections if the worker is synchronous, else only wakes it.
+
+        Raises what `drain` and `raise_if_failed` raise.
+        """
+        with timer("teacher_wait"):
+            self.drain(step, deadline) if self._synchronous else self.notify()
+        self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
         """Raises what no retry can mend (a replay that misses a reply), if that has happened."""

@@ -45,7 +45,7 @@ class Diagnostics:
         """Args:
         config: the whole configuration. run: the run's folder.
         learner: gives log-probs (`start_score`). decode: ids to text. problems: the training set.
-        teacher: the teacher's worker, restored, or None. step: the last one that is done.
+        teacher: the teacher's worker, restored. step: the last one that is done.
         """
         self._keys, self._config, self._run, self._curriculum, self._learner = (
             config.diagnostics,
@@ -58,7 +58,7 @@ class Diagnostics:
         self._problems = recoverability.subset(problems, self._keys.recover_problems)
         self._dump = prefix_dump.create(config, decode, stop_ids)
         self._clock = generation.Clock()
-        before = teacher.metrics() if teacher else {}
+        before = teacher.metrics()
         self._totals = {name: before.get(f"teacher_worker/total_{name}", 0.0) for name in OF_STEP}
         self._table = run / "teacher_comparison"
         written = [int(path.stem) for path in self._table.glob("*.jsonl") if path.stem.isdigit()]

@@ -8,7 +8,7 @@ from deepgrpo.curriculum.pivots import Partition
 from deepgrpo.learner import rows as rows_lib
 from deepgrpo.learner.objective import BRANCH
 from deepgrpo.loops import reasoning
-from deepgrpo.loops.base import Setting
+from deepgrpo.loops.base import RolloutContext
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
 from tests.curriculum.made import create
@@ -40,9 +40,9 @@ class ScriptedEngine:
         return results
 
 
-def setting(script, max_model_len=32) -> Setting:
+def setting(script, max_model_len=32) -> RolloutContext:
     sampling = Sampling(1.0, 1.0, -1, (EOS,), max_model_len)
-    return Setting(ScriptedEngine(script), LastTokenGrader(), NumberTokenizer(), sampling, 0, 10.0)
+    return RolloutContext(ScriptedEngine(script), LastTokenGrader(), NumberTokenizer(), sampling, 0, 10.0)
 
 
 def problem(prompt=(1, 2, 3)) -> Problem:

@@ -6,7 +6,7 @@ import pytest
 from deepgrpo.learner import objective as losses
 from deepgrpo.learner import report, training_rows
 from deepgrpo.learner.objective import Objective
-from deepgrpo.loops import dynamic
+from deepgrpo.loops.ahead import sample_dynamically
 from tests.learner import tiny
 from tests.telemetry.test_documented import documented
 
@@ -48,6 +48,6 @@ def test_every_metric_is_documented(teacher_loss):
     names |= training_rows.add_teacher_to_groups(
         [], [], {}, teacher_loss=teacher_loss, advantage="group_mean", stop_ids=(0,), max_model_len=1
     )[1].keys()
-    names |= dynamic.run(lambda prompts, number: [], [], lambda *_: [], max_rounds=1).metrics.keys()
+    names |= sample_dynamically(lambda prompts, number: [], [], lambda *_: [], 1).metrics.keys()
     known = documented()
     assert not [name for name in names if not known.fullmatch(name)]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from deepgrpo.curriculum.base import Curriculum
-from deepgrpo.loops.base import merged, with_branches
+from deepgrpo.loops.ahead import merged, with_branches
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
 from tests.curriculum.made import config
 

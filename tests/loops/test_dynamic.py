@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from deepgrpo.loops import dynamic
+from deepgrpo.loops.ahead import sample_dynamically
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
 
 MIXED, RIGHT, WRONG, LOST = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [None, None]
@@ -33,12 +33,12 @@ class Scripted:
     def next(self):
         return self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
 
-    def draw(self, number, at, offset):
+    def draw(self, number, offset):
         return [prompt(f"1:{offset + i}") for i in range(number)]
 
     def run(self, wanted=4, states=1, **options):
         first = [prompt(f"1:{i}") for i in range(wanted)] + [prompt(f"1:state:{i}", i) for i in range(states)]
-        return dynamic.run(self.roll, first, self.draw, **options)
+        return sample_dynamically(self.roll, first, self.draw, **options)
 
 
 def test_off_leaves_the_step_as_it_is():
@@ -64,16 +64,16 @@ def test_branches_come_with_their_prompt():
     loop = Scripted([MIXED, WRONG, MIXED])
     added = dataclasses.replace(prompt("1:0:branch"), stream="branch")
     roll = lambda prompts, number: [*loop.roll(prompts, number), group(added, MIXED)]  # noqa: E731
-    batch = dynamic.run(roll, [prompt("1:0"), prompt("1:1")], loop.draw, max_rounds=2)
+    batch = sample_dynamically(roll, [prompt("1:0"), prompt("1:1")], loop.draw, max_rounds=2)
     assert [g.prompt.group_id for g in batch.trained] == ["1:0", "1:0:branch", "1:2", "1:0:branch"]
     assert batch.metrics["dynamic_sampling/dataset_groups"] == 4
 
 
-@pytest.mark.parametrize("on_cap, trained", [("train", 2), ("skip", 0)])
-def test_at_the_cap_the_run_goes_on(on_cap, trained):
+@pytest.mark.parametrize("skip, trained", [(False, 2), (True, 0)])
+def test_at_the_cap_the_run_goes_on(skip, trained):
     """One group of twenty teaches, and then none: the step is small, or skipped, as configured; nothing raises."""
     loop = Scripted([MIXED] + [WRONG] * 19)
-    batch = loop.run(max_rounds=3, on_cap=on_cap)
+    batch = loop.run(max_rounds=3, skip=skip)
     assert [number for number, _ in loop.calls] == [0, 1, 2, 3]
     assert len(batch.trained) == trained and batch.metrics["dynamic_sampling/capped"] == 1
     assert batch.metrics["dynamic_sampling/effective_batch"] == bool(trained)
@@ -83,5 +83,3 @@ def test_at_the_cap_the_run_goes_on(on_cap, trained):
 def test_a_batch_without_any_contrast_is_empty_but_for_the_states():
     batch = Scripted([LOST]).run(max_rounds=1, states=0)
     assert batch.trained == [] and len(batch.groups) == 8
-    with pytest.raises(ValueError, match="dynamic_on_cap is 'stop'"):
-        Scripted([LOST]).run(max_rounds=1, on_cap="stop")

@@ -12,7 +12,7 @@ from deepgrpo.learner import training_rows
 from deepgrpo.learner.minibatch import injection_count, interleave
 from deepgrpo.learner.objective import MAIN, TEACHER
 from deepgrpo.loops import reasoning
-from deepgrpo.loops.base import Setting
+from deepgrpo.loops.base import RolloutContext
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
 from tests.conftest import golden_cases
@@ -95,7 +95,7 @@ def step(inputs):
     states = curriculum.sample(injection_count(len(drawn), ratio, curriculum.ready()), inputs["global_step"])
     prompts = [Prompt(p.prompt_ids, p, inputs["rollout_n"], f"1:{i}") for i, p in enumerate(drawn)]
     prompts += [Prompt(s.ids, s.problem, inputs["prefix_rollout_n"], f"1:state:{i}", s.node) for i, s in enumerate(states)]
-    setting = Setting(ScriptedEngine(inputs["script"]), LastTokenGrader(), NumberTokenizer(), SAMPLING, 0, 10.0)
+    setting = RolloutContext(ScriptedEngine(inputs["script"]), LastTokenGrader(), NumberTokenizer(), SAMPLING, 0, 10.0)
     groups = reasoning.run(setting, prompts, 1, "train")
     continuation = lambda node: (origins[node].suffix_ids, origins[node].reward)  # noqa: E731
     continuations = training_rows.find_continuations(groups, continuation)

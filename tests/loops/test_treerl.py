@@ -9,7 +9,7 @@ import pytest
 from deepgrpo.learner import rows as rows_lib
 from deepgrpo.learner.rows import group_advantages
 from deepgrpo.loops import reasoning, treerl
-from deepgrpo.loops.base import Setting
+from deepgrpo.loops.base import RolloutContext
 from deepgrpo.loops.treerl import Shape
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.types import Completion, Grade, Problem, Prompt, as_ids
@@ -63,8 +63,8 @@ def random_engine(seed=0, aborts=0.0) -> Engine:
     return Engine(answer)
 
 
-def setting(engine, max_model_len=64, grading=None) -> Setting:
-    return Setting(
+def setting(engine, max_model_len=64, grading=None) -> RolloutContext:
+    return RolloutContext(
         engine, grading or LastTokenGrader(), NumberTokenizer(), Sampling(1.0, 1.0, -1, (EOS,), max_model_len), 5, 10.0
     )
 

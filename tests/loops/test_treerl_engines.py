@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from deepgrpo.loops import treerl
-from deepgrpo.loops.base import Setting
+from deepgrpo.loops.base import RolloutContext
 from deepgrpo.loops.treerl import Shape
 from deepgrpo.rollout.engine import Request
 from deepgrpo.types import Problem, Prompt
@@ -19,7 +19,7 @@ SAMPLING = tiny.plain(48, stop_ids=(3, 4), temperature=1.2)
 def grown(engine):
     ids = [request.prompt_ids for request in tiny.make_requests([4, 9])]
     prompts = [Prompt(p, Problem(i, "toy", p, None, ""), 1, f"1:{i}") for i, p in enumerate(ids)]
-    return treerl.run(SHAPE, Setting(engine, LastTokenGrader(), NumberTokenizer(), SAMPLING, 0, 10.0), prompts, 1, "train")
+    return treerl.run(SHAPE, RolloutContext(engine, LastTokenGrader(), NumberTokenizer(), SAMPLING, 0, 10.0), prompts, 1, "train")
 
 
 def responses(groups):

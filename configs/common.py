@@ -282,21 +282,8 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.diagnostics = section()  # look at a run and change nothing about it; _every: in steps, 0: never
     config.diagnostics.paired_every = 0  # some hard states' problems are rolled out from their prompt, too, to compare
-    config.diagnostics.paired_states = 4  # so many of a step
     config.diagnostics.dump_every = 0  # forest: the step's states as text, with origin, counts and rollouts
-    config.diagnostics.dump_folder = ""  # "": <run>/prefix_debug
-    config.diagnostics.dump_prefixes = 16  # states of a dump
-    config.diagnostics.dump_deeper = 4  # and deepest states of the forest beside them
-    config.diagnostics.dump_rollouts = 8  # rollouts a state
-    config.diagnostics.dump_characters = 4000  # of a text; the rest is cut
-    config.diagnostics.dump_full_text = False  # True: no text is cut
-    config.diagnostics.dump_token_ids = False  # True: ids beside the texts
-    config.diagnostics.dump_max_token_ids = 256  # of a list of ids; the rest is cut
     config.diagnostics.recover_every = 0  # failed answers to training problems are branched everywhere; also at step 0
-    config.diagnostics.recover_folder = ""  # "": <run>/recoverability
-    config.diagnostics.recover_problems = 1000  # the same random ones each time; branches.* says where, and how often
-    config.diagnostics.compare_every = 20  # a table of what the teacher wrote and what the student did
-    config.diagnostics.compare_states = 20  # rows of a table
     config.diagnostics.score_every = 0  # log-probs of injected states' prefixes and rollouts, by the states' age
 
     config.telemetry = section()

@@ -26,7 +26,7 @@ from deepgrpo.config.streams import tool
 from deepgrpo.curriculum import forest_state, forest_tools, forest_view
 from deepgrpo.curriculum.forest_index import Tree
 from deepgrpo.curriculum.forest_state import SavedForest
-from deepgrpo.telemetry import terminal
+from deepgrpo.telemetry.log import Console
 from deepgrpo.weights.files import new_folder, replace_text
 
 HTML_TOKENS, TERMINAL_TOKENS = 100, 60  # of each text
@@ -104,7 +104,7 @@ def show(args: argparse.Namespace) -> None:
         replace_text(args.html, forest_view.html_page(opened.saved, made, opened.title))
         print(f"{len(numbers)} trees, {len(made) - len(numbers)} states -> {args.html}")
         return
-    console = terminal.Console()
+    console = Console()
     console.print(forest_view.summary_table(opened.saved, opened.title))
     for branch in forest_view.terminal_trees(made):
         console.print(branch)

@@ -44,7 +44,7 @@ from deepgrpo.model.attention import choose_backend
 from deepgrpo.model.config import SHAPES, ModelConfig, preset_shapes
 from deepgrpo.model.transformer import Placement, Transformer, abstract_params
 from deepgrpo.teacher.prompts import plain_prompt
-from deepgrpo.telemetry import terminal
+from deepgrpo.telemetry.log import Console
 from deepgrpo.telemetry.plan_tables import show
 from deepgrpo.types import as_ids
 from deepgrpo.weights.model_folder import context_problems
@@ -481,7 +481,7 @@ def main(arguments: argparse.Namespace, line: config_lib.CommandLine, config: An
     if arguments.json:
         print(json.dumps(found))
     else:
-        show(found, terminal.Console(width=None if sys.stdout.isatty() else 110, soft_wrap=True))
+        show(found, Console(width=None if sys.stdout.isatty() else 110, soft_wrap=True))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from deepgrpo.data import benchmarks_agents, benchmarks_search, benchmarks_table
 from deepgrpo.data.benchmarks import Benchmark, Context, Converted, Options
 from deepgrpo.data.cells import refuse, writable
 from deepgrpo.data.tables import Row
-from deepgrpo.telemetry import terminal
+from deepgrpo.telemetry.log import Console
 
 BENCHMARKS: dict[str, Benchmark] = {
     **base.BENCHMARKS,
@@ -405,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = Options(**{name: value for name, value in args.items() if name in fields})
     with tool():
         report = prepare(Request(options=options, **{name: value for name, value in args.items() if name not in fields}))
-        show(report, args["out"], terminal.Console(file=sys.stdout, soft_wrap=True))
+        show(report, args["out"], Console(file=sys.stdout, soft_wrap=True))
 
 
 if __name__ == "__main__":

@@ -47,10 +47,9 @@ from deepgrpo.rewards.weighted import part_means
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.teacher.none import NoTeacher
 from deepgrpo.teacher.worker import open_teacher
-from deepgrpo.telemetry import alerts, diagnostics, dumps, statistics
-from deepgrpo.telemetry.log import end_step
+from deepgrpo.telemetry import diagnostics, dumps, statistics
+from deepgrpo.telemetry.log import Progress, Timer, end_step, told
 from deepgrpo.telemetry.metrics import Metrics
-from deepgrpo.telemetry.progress import Progress, Timer, told
 from deepgrpo.types import Prompt
 from deepgrpo.weights import checkpoint as checkpoint_lib
 from deepgrpo.weights import hf, run_folder
@@ -168,7 +167,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         log.info("resumed from %s after step %d", folder, step)
     metrics_file = Metrics(run, config.telemetry.tensorboard, resumed_step=-1 if resumed is None else step)
     stack.callback(metrics_file.close)
-    watch = diagnostics.Diagnostics(config, run, curriculum, learner, tokenizer.decode, stop_ids, problems, teacher, step)
+    state_dump = dumps.StateDump(tokenizer.decode, stop_ids, config.rewards.threshold)
+    watch = diagnostics.Diagnostics(config, run, curriculum, learner, state_dump, problems, teacher, step)
     loop = watch.timed(LOOPS[config.loop](config))
     teacher.start()  # only now: it takes work at once
     stack.callback(teacher.stop)
@@ -211,7 +211,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
 
     def write_log(at: int, metrics: dict[str, float], update: PendingUpdate) -> dict[str, float]:
         metrics |= update.metrics()
-        metrics |= alerts.rollout_mismatch(metrics, rollout.mismatch_alert, config.model.dtype, config.vllm.dtype)
+        metrics |= diagnostics.rollout_mismatch(metrics, rollout.mismatch_alert, config.model.dtype, config.vllm.dtype)
         metrics_file.write(at, metrics)
         progress.update(at, metrics)
         end_step()

@@ -72,7 +72,6 @@ POSITIVE = {  # by section, the keys that must be more than 0
     "validation": "n",
     "evaluation": "n",
     "checkpoint": "keep",
-    "diagnostics": "paired_states dump_characters recover_problems compare_states",
 }
 INTERVALS = {  # other exceptions, as mathematics writes them
     "seed": "[0, 2147483647]",

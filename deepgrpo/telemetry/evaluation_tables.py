@@ -6,7 +6,7 @@ from typing import Any
 
 import rich.table
 
-from deepgrpo.telemetry import terminal
+from deepgrpo.telemetry.log import Console
 
 Printed = tuple[rich.table.Table, Sequence[str]]  # and the lines below it
 
@@ -106,7 +106,7 @@ def percent(share: float | None) -> str:
 
 def show(printed: Printed) -> None:
     width = None if sys.stdout.isatty() else 160  # a log has no width to fit into
-    console = terminal.Console(width=width, highlight=False)
+    console = Console(width=width, highlight=False)
     console.print(printed[0])
     for line in printed[1]:
         console.print(line, markup=False, soft_wrap=True)

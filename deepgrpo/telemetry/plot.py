@@ -16,7 +16,7 @@ import numpy as np
 import rich.table
 
 from deepgrpo.telemetry import metrics as metrics_lib
-from deepgrpo.telemetry import terminal
+from deepgrpo.telemetry.log import Console
 
 TOKENS = "training/student_tokens"
 INTERVAL = (2.5, 97.5)  # percentiles
@@ -137,7 +137,7 @@ def main() -> None:
     arms = arms_of([read_curve(run, args.metric) for run in args.runs])
     label = args.metric or "validation score"
     width = None if sys.stdout.isatty() else 120  # a log has no width to fit into
-    terminal.Console(width=width).print(table(arms, label))
+    Console(width=width).print(table(arms, label))
     draw(arms, args.out, label)
     print(f"wrote {args.out}")
 

@@ -12,8 +12,8 @@ import rich.text
 import rich.tree
 
 from deepgrpo.config.errors import CONTROL, ConfigError, Setup, remedy_of
-from deepgrpo.telemetry import dumps, terminal
-from deepgrpo.telemetry.log import close_log, open_log
+from deepgrpo.telemetry import dumps
+from deepgrpo.telemetry.log import Console, close_log, open_log
 from deepgrpo.telemetry.metrics import RecordError
 
 
@@ -88,7 +88,7 @@ def test_control_characters_are_shown_not_sent(tmp_path, capsys):
     branch = rich.tree.Tree("tree")
     branch.add(rich.text.Text(STEERING))
     for thing in (STEERING, table, branch):
-        console = terminal.Console(file=io.StringIO(), width=200, force_terminal=True)
+        console = Console(file=io.StringIO(), width=200, force_terminal=True)
         console.print(thing, style="red")
         printed = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue())  # the console's own colours
         assert not CONTROL.search(printed) and r"\x1b]0;title" in printed

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from deepgrpo.telemetry import statistics
-from deepgrpo.telemetry.alerts import DROPS, Drops
+from deepgrpo.telemetry.diagnostics import DROPS, Drops
 from deepgrpo.types import Group
 from tests.curriculum.made import NO_VERDICT, RIGHT, WRONG, correction, create, describe, group, problem
 

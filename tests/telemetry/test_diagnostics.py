@@ -6,6 +6,7 @@ import pytest
 
 from deepgrpo import config as config_lib
 from deepgrpo.config import ConfigError
+from deepgrpo.telemetry import diagnostics, recover
 from deepgrpo.telemetry import metrics as metrics_lib
 from tests.telemetry.published_names import GROUPS, missing, names
 from tests.telemetry.test_documented import documented
@@ -17,9 +18,8 @@ SMALL = {  # whose students fail, hence rows without a contrast stay and the tea
     **{"validation__every": 2, "checkpoint__every": 1, "checkpoint__keep": 2, "telemetry__rollouts_every": 1},
 }
 ALL = {
-    **{"diagnostics__paired_every": 2, "diagnostics__paired_states": 3, "diagnostics__dump_every": 2},
-    **{"diagnostics__compare_every": 1, "diagnostics__score_every": 1, "diagnostics__recover_every": 2},
-    **{"diagnostics__recover_problems": 3, "branches__tokens_per_node": 30, "branches__branches_per_point": 2},
+    **{"diagnostics__paired_every": 2, "diagnostics__dump_every": 2, "diagnostics__score_every": 1},
+    **{"diagnostics__recover_every": 2, "branches__tokens_per_node": 30, "branches__branches_per_point": 2},
 }
 
 
@@ -27,9 +27,14 @@ ALL = {
 def runs(student, tmp_path_factory):
     """Records and folders of a run without diagnostics, and of one with all of them that was stopped half way."""
     folder = tmp_path_factory.mktemp("diagnostics")
-    plain = in_process(folder / "plain", **SMALL, diagnostics__compare_every=0)
+    plain = in_process(folder / "plain", **SMALL)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(diagnostics, "COMPARE_EVERY", 1)
+    monkeypatch.setattr(recover, "PAIRED_STATES", 3)
+    monkeypatch.setattr(recover, "RECOVER_PROBLEMS", 3)
     in_process(folder / "watched", **SMALL | ALL | {"train__steps": 2})
     watched = in_process(folder / "watched", **SMALL | ALL)
+    monkeypatch.undo()
     return plain, watched, folder
 
 
@@ -93,7 +98,6 @@ def test_figures_of_the_curriculum(runs):
         ({"diagnostics__paired_every": 1, "curriculum__pool": "none"}, "diagnostics.paired_every"),
         ({"diagnostics__dump_every": 1, "curriculum__pool": "chain"}, "diagnostics.dump_every"),
         ({"diagnostics__score_every": 1, "curriculum__pool": "chain"}, "diagnostics.score_every"),
-        ({"diagnostics__paired_states": 0}, "diagnostics.paired_states"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path, keys, named):

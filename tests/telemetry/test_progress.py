@@ -6,8 +6,7 @@ import types
 import pytest
 import rich.console
 
-from deepgrpo.telemetry import terminal
-from deepgrpo.telemetry.progress import Progress, Timer
+from deepgrpo.telemetry.log import Console, Progress, Timer
 
 METRICS = {
     "critic/main_chain/rewards/mean": 0.25,
@@ -84,7 +83,7 @@ def test_a_line_that_cannot_be_shown_ends_nothing(live, error, caplog):
 
         flush = write
 
-    console = terminal.Console(file=Broken(), force_terminal=live, width=200)
+    console = Console(file=Broken(), force_terminal=live, width=200)
     shown = Progress(types.SimpleNamespace(steps=9, epochs=1, student_tokens=0), {"training/global_step": 0}, console=console)
     for step in (1, 2, 3):
         shown.update(step, METRICS)

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from deepgrpo.telemetry import waits
-from deepgrpo.telemetry.progress import Timer
+from deepgrpo.telemetry.log import Timer
 
 
 class Clock:

@@ -1,6 +1,5 @@
 """Records of hard states: identity, counts, texts and their limits, the pair, rollouts; a full disk is only warned of."""
 
-import dataclasses
 import hashlib
 import json
 
@@ -8,16 +7,13 @@ import pytest
 
 from deepgrpo.curriculum.base import Correction
 from deepgrpo.curriculum.forest import Forest
-from deepgrpo.telemetry import prefix_dump
-from deepgrpo.telemetry.paired import Pair
-from deepgrpo.telemetry.prefix_dump import PrefixDump
+from deepgrpo.telemetry import dumps
+from deepgrpo.telemetry.recover import Pair
 from deepgrpo.types import as_ids
 from tests.curriculum.made import forest
-from tests.telemetry.made import STOP, decode, group, problem
+from tests.telemetry.made import STOP, Known, decode, group, problem
 
-DUMP = PrefixDump(
-    decode, (STOP,), 0.0, prefixes=2, deeper=1, rollouts=2, characters=400, full_text=False, token_ids=False, max_token_ids=3
-)
+DUMP = dumps.StateDump(decode, (STOP,), 0.0)
 
 
 @pytest.fixture
@@ -36,6 +32,12 @@ def curriculum() -> Forest:
 
 def node(curriculum: Forest, index: int) -> int:
     return curriculum.find([1, 2, index], [1, 2, index, 5])
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    for name, limit in {"DUMP_STATES": 2, "DUMP_DEEPER": 1, "DUMP_ROLLOUTS": 2}.items():
+        monkeypatch.setattr(dumps, name, limit)
 
 
 def states(curriculum: Forest):
@@ -61,7 +63,7 @@ def test_records_in_order_paired_ones_first_then_deep_ones(curriculum):
 
 
 def test_a_record_tells_where_its_state_comes_from(curriculum):
-    (record,) = dataclasses.replace(DUMP, prefixes=1, deeper=0).records(states(curriculum)[1:2], [], curriculum, 4)
+    record = DUMP.records(states(curriculum)[1:2], [], curriculum, 4)[0]
     assert record["prompt_sha1"] == hashlib.sha1(b"1,2,1").hexdigest()
     assert record["state_sha1"] == hashlib.sha1(b"1,2,1,5").hexdigest()
     assert (record["depth_edges"], record["depth_tokens"], record["descendants"], record["deepest_depth"]) == (1, 1, 1, 2)
@@ -76,23 +78,33 @@ def test_a_record_tells_where_its_state_comes_from(curriculum):
         **{"row": 0, "score": 1, "finished": True, "completed": True},
         **{"response": "10 11 99", "full_response": "5 10 11 99"},
     }
-    assert len(record["rollouts"]) == 2 and "state_ids" not in record
+    assert len(record["rollouts"]) == 2
 
 
-def test_long_texts_are_cut_and_ids_shown_on_demand(curriculum):
-    short = dataclasses.replace(DUMP, characters=3, token_ids=True, deeper=0)
-    record = short.records(states(curriculum)[:1], [], curriculum, 4)[0]
+def test_long_texts_are_cut(curriculum, monkeypatch):
+    monkeypatch.setattr(dumps, "DUMP_CHARACTERS", 3)
+    record = DUMP.records(states(curriculum)[:1], [], curriculum, 4)[0]
     assert record["augmented_prompt"] == "1 2 [... 4 of 7 characters cut]" and record["locked_prefix"] == "5"
-    assert record["state_ids"] == [1, 2, 0] and record["rollouts"][0]["response_ids"] == [10, 11, 99]
-    whole = dataclasses.replace(short, full_text=True).records(states(curriculum)[:1], [], curriculum, 4)[0]
-    assert whole["augmented_prompt"] == "1 2 0 5"
 
 
 def test_what_is_written_is_counted_and_a_failure_only_warns(curriculum, tmp_path, caplog):
     records = DUMP.records(states(curriculum), [], curriculum, 4)
-    counts = prefix_dump.write(tmp_path / "prefix_debug" / "4.jsonl", records)
+    counts = dumps.show_states(tmp_path / "prefix_debug" / "4.jsonl", records)
     assert counts == {"prefix_debug_dump/records": 3, "prefix_debug_dump/deeper_records": 1}
     assert len((tmp_path / "prefix_debug" / "4.jsonl").read_text().splitlines()) == 3
     (tmp_path / "file").write_text("")
-    assert set(prefix_dump.write(tmp_path / "file" / "4.jsonl", records).values()) == {0}
+    assert set(dumps.show_states(tmp_path / "file" / "4.jsonl", records).values()) == {0}
     assert "could not be written" in caplog.text
+
+
+def test_teacher_table(monkeypatch):
+    about = {"suffix_ids": as_ids([8, 99]), "failed_suffix_ids": as_ids([7]), "reward": 1.0, "created_step": 3}
+    groups = [group("a", 1), group("b", 1, 0, locked=[5], node=1, stream="branch"), group("c", 0, node=2), group("d", 0, node=3)]
+    curriculum = Known({1: about, 2: {"created_step": 1}, 3: about})
+    made = DUMP.teacher_table(groups, curriculum, 6)
+    monkeypatch.setattr(dumps, "TABLE_STATES", 1)
+    assert len(made) == 2 and len(DUMP.teacher_table(groups, curriculum, 6)) == 1
+    first = made[0]
+    assert (first["shared_prefix"], first["student_suffix"], first["teacher_suffix"]) == ("5", "7", "8 99")
+    assert (first["k_succ"], first["k_total"], first["created_step"]) == (1, 2, 3)
+    assert [c["score"] for c in first["continuations"]] == [1, 0]

@@ -41,11 +41,10 @@ from deepgrpo.preflight import check_inputs
 from deepgrpo.rewards.grade import check_sources, rubric_of
 from deepgrpo.rewards.setup import open_grading
 from deepgrpo.rollout.engine import Sampling
-from deepgrpo.telemetry import answers as answers_lib
 from deepgrpo.telemetry import compare as compare_lib
-from deepgrpo.telemetry import evaluation_tables as tables
+from deepgrpo.telemetry import evaluation as evaluation_lib
+from deepgrpo.telemetry.evaluation import Marks, grader_version, regrade, result_of
 from deepgrpo.telemetry.log import close_log, end_step, open_log
-from deepgrpo.telemetry.regrade import Marks, grader_version, regrade, result_of
 from deepgrpo.types import Problem, Prompt
 from deepgrpo.weights import checkpoint as checkpoint_lib
 from deepgrpo.weights import fixed, run_folder, runs
@@ -166,7 +165,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
     settings = {"protocol": protocol, "model": where, "seed": config.seed, "chunk": CHUNK, "left_out": left_out}
     settings["second_grader"] = keys.second_grader
     settings["selection"] = selection(step, loaded)
-    record = answers_lib.AnswerLog(out, settings)
+    record = evaluation_lib.AnswerLog(out, settings)
 
     ################################################################################################################
     #  Answers, chunk by chunk
@@ -196,7 +195,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
                     reasoning.as_answer(context, group.prompt, rollout.completion, "evaluation") for rollout in group.rollouts
                 ]
                 name = named[spec][problem.index]
-                entries.append(answers_lib.entry_of(group, name, f"{file_of(spec)}#{problem.index}", seen))
+                entries.append(evaluation_lib.entry_of(group, name, f"{file_of(spec)}#{problem.index}", seen))
             record.append(f"{spec}#{start}", entries)
             log.info("%s: %d of %d problems answered", spec, start + len(part), len(loaded[spec]))
 
@@ -205,8 +204,8 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
     ################################################################################################################
     entries = [entry for spec, start in chunks for entry in record.chunks[f"{spec}#{start}"]]
     result = result_of(settings, entries, config.rewards.workers, config.rewards.deadline)
-    answers_lib.write_result(out / answers_lib.RESULT, result)
-    tables.show(tables.of_result(result))
+    evaluation_lib.write_json(out / evaluation_lib.RESULT, result)
+    evaluation_lib.show(evaluation_lib.result_table(result))
     print(f"answers and result: {out}")
     return result
 
@@ -217,7 +216,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
 def began(step: pathlib.Path | None, out: pathlib.Path) -> str:
     """ISO time that a chat template is told when it asks for the date: when the checkpoint's run began, else this evaluation."""
     with contextlib.suppress(FileNotFoundError, KeyError):  # no record, or one of prompts without a date
-        return runs.record_of(step)["started"] if step else answers_lib.read_settings(out)["protocol"]["date"]
+        return runs.record_of(step)["started"] if step else evaluation_lib.read_settings(out)["protocol"]["date"]
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -297,7 +296,7 @@ def command(compared: Sequence[str] | None, args: argparse.Namespace, config, st
         if compared is not None:
             return compare_lib.main(compared)
         result, changes = regrade(args.regrade, args.grader)
-        tables.show(tables.of_result(result))
+        evaluation_lib.show(evaluation_lib.result_table(result))
         print(changes)
 
 

@@ -13,7 +13,7 @@ import pytest
 from deepgrpo import config as config_lib
 from deepgrpo import evaluate, train
 from deepgrpo.rewards.service import GradingService
-from deepgrpo.telemetry import answers, compare, regrade
+from deepgrpo.telemetry import compare, evaluation
 from deepgrpo.weights import hf
 from deepgrpo.weights.checkpoint import Checkpoints
 from tests.conftest import ROOT
@@ -69,17 +69,17 @@ def evaluated(model, tmp_path_factory):
 def test_result(evaluated, capsys):
     out, result = evaluated
     protocol, scores = result["protocol"], result["scores"]
-    assert json.loads((out / answers.RESULT).read_text()) == result
+    assert json.loads((out / evaluation.RESULT).read_text()) == result
     assert {name: entry["problems"] for name, entry in protocol["sets"].items()} == {"arithmetic": 10, "carry_chain": 3}
     assert set(scores["arithmetic"]["scores"]) == {"avg@4", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"}
     assert scores["arithmetic"]["second"] is None and result["second_grader"] == "compat_fast"  # no mathematics of the reference
     assert scores["mean"]["scores"]["avg@4"]["problems"] == 13 and scores["arithmetic"]["excluded"] == 0
-    lines = answers.read_lines(out / answers.ANSWERS)
+    lines = evaluation.read_lines(out / evaluation.ANSWERS)
     assert len(lines) == 13 and {len(line["answers"]) for line in lines} == {4}
     tokens = [answer["tokens"] for line in lines for answer in line["answers"]]
     assert max(tokens) == 9 and scores["arithmetic"]["truncated_share"] > 0.5
     assert {a["reason"] for line in lines for a in line["answers"] if a["finish_reason"] == "length"} == {"truncated"}
-    evaluate.tables.show(evaluate.tables.of_result(result))
+    evaluation.show(evaluation.result_table(result))
     printed = capsys.readouterr().out
     for said in ("template none", "stop ids 2", "limit 9 new tokens, context 64", "score 0", protocol["grader"], "native, jax"):
         assert said in printed
@@ -88,13 +88,13 @@ def test_result(evaluated, capsys):
 def test_a_killed_one_goes_on_to_the_same_numbers(evaluated, model, tmp_path):
     out, result = evaluated
     shutil.copytree(out, tmp_path / "b")
-    (tmp_path / "b" / answers.RESULT).unlink()
-    log = (tmp_path / "b" / answers.ANSWERS).read_text().splitlines(keepends=True)
+    (tmp_path / "b" / evaluation.RESULT).unlink()
+    log = (tmp_path / "b" / evaluation.ANSWERS).read_text().splitlines(keepends=True)
     torn = [*log[:4], *log[4:7], log[7][: len(log[7]) // 2]]  # one chunk is whole, the next was being written
-    (tmp_path / "b" / answers.ANSWERS).write_text("".join(torn))
+    (tmp_path / "b" / evaluation.ANSWERS).write_text("".join(torn))
     assert run([f"--model={model}"], tmp_path / "b") == result
     assert "1 of 4 chunks are there" in (tmp_path / "b" / "log.txt").read_text()
-    assert (tmp_path / "b" / answers.ANSWERS).read_text() == "".join(log)
+    assert (tmp_path / "b" / evaluation.ANSWERS).read_text() == "".join(log)
     with pytest.raises(config_lib.ConfigError, match="seed: 0 then, 1 now"):
         run([f"--model={model}"], tmp_path / "b", seed=1)
 
@@ -112,9 +112,9 @@ def test_cut_off_answers_may_be_graded(evaluated, model, tmp_path, capsys):
 
 def test_marked_again(evaluated, monkeypatch):
     out, result = evaluated
-    again, changes = regrade.regrade(out)
+    again, changes = evaluation.regrade(out)
     assert again == result and changes.startswith("0 of 52 verdicts changed")
-    lines = answers.read_lines(out / answers.ANSWERS)
+    lines = evaluation.read_lines(out / evaluation.ANSWERS)
     submit = GradingService.submit
     right = {line["question"]: line["ground_truth"] for line in lines}
 
@@ -123,10 +123,10 @@ def test_marked_again(evaluated, monkeypatch):
         return submit(self, whole if answer.data_source == "arithmetic" else answer)
 
     monkeypatch.setattr(GradingService, "submit", generous)
-    monkeypatch.setattr(regrade, "grader_version", lambda: "new")
-    again, changes = regrade.regrade(out)
+    monkeypatch.setattr(evaluation, "grader_version", lambda: "new")
+    again, changes = evaluation.regrade(out)
     assert again["protocol"]["grader"] == "new" and (out / "regraded-typed-new.json").is_file() and changes[0] != "0"
-    assert json.loads((out / answers.RESULT).read_text()) == result
+    assert json.loads((out / evaluation.RESULT).read_text()) == result
 
 
 def test_the_references_rule_beside_ours(evaluated):
@@ -134,11 +134,13 @@ def test_the_references_rule_beside_ours(evaluated):
     entry = {"set": "MATH", "id": "0", "data_source": "MATH", "question": "Roots?", "ground_truth": ["1,-2"], "extra": {}}
     entry |= {"prompt": "Roots? \\boxed{}", "answers": [answer | {"answer": "-2,1"}]}
     protocol = evaluated[1]["protocol"] | {"sets": {"MATH": {}}, "n": 1}
-    found = regrade.result_of({"protocol": protocol, "left_out": {}, "second_grader": "compat_fast"}, [entry])["scores"]["MATH"]
+    found = evaluation.result_of({"protocol": protocol, "left_out": {}, "second_grader": "compat_fast"}, [entry])["scores"][
+        "MATH"
+    ]
     assert (found["scores"]["avg@1"]["mean"], found["second"]["mean"]) == (1.0, 0.0)  # the deployed rule keeps a list's order
     entry["data_source"] = "ds1000"
-    with pytest.raises(regrade.NotOffline, match="ds1000: marked by a judge or by running a program"):
-        regrade.mark_again([entry], protocol, 1, 5.0)
+    with pytest.raises(evaluation.NotOffline, match="ds1000: marked by a judge or by running a program"):
+        evaluation.mark_again([entry], protocol, 1, 5.0)
 
 
 def test_vllm_gives_the_same_greedy_answers(model, tmp_path, monkeypatch):
@@ -153,7 +155,7 @@ def test_vllm_gives_the_same_greedy_answers(model, tmp_path, monkeypatch):
     keys = {"rollout__engine": "vllm", "vllm__attach": fake.url, "vllm__block_size": 8, "weights__folder": tmp_path / "w"}
     served = run([f"--model={model}"], tmp_path / "vllm", **greedy, **keys)
     assert served["items"] == native["items"] and served["protocol"]["engine"] == "vllm of attached servers"
-    texts = [[a["response"] for line in answers.read_lines(tmp_path / name / answers.ANSWERS) for a in line["answers"]]
+    texts = [[a["response"] for line in evaluation.read_lines(tmp_path / name / evaluation.ANSWERS) for a in line["answers"]]
              for name in ("native", "vllm")]  # fmt: skip
     assert texts[0] == texts[1] and len(set(texts[0])) > 5
 

@@ -12,7 +12,7 @@ from configs import common
 from deepgrpo import config as config_lib
 from deepgrpo import forest, prepare, warm_start
 from deepgrpo.teacher import oracle
-from deepgrpo.telemetry import answers
+from deepgrpo.telemetry import evaluation
 from deepgrpo.weights import runs
 from deepgrpo.weights.checkpoint import CheckpointError
 from tests.conftest import ROOT
@@ -42,9 +42,9 @@ def test_an_evaluation_of_another_kind_of_file_says_so(tmp_path, line, said):
 
 def test_only_the_settings_that_differ_are_said(tmp_path):
     before = {"protocol": {"sets": {"math": {"problems": 500}}, "n": 1}, "seed": 0}
-    answers.AnswerLog(tmp_path, before)
-    with pytest.raises(answers.OtherSettings) as error:
-        answers.AnswerLog(tmp_path, {"protocol": {"sets": {"math": {"problems": 8}}, "n": 1}, "seed": 0})
+    evaluation.AnswerLog(tmp_path, before)
+    with pytest.raises(evaluation.OtherSettings) as error:
+        evaluation.AnswerLog(tmp_path, {"protocol": {"sets": {"math": {"problems": 8}}, "n": 1}, "seed": 0})
     assert str(error.value).splitlines()[1:] == ["  protocol.sets.math.problems: 500 then, 8 now"]
 
 

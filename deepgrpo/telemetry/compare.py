@@ -12,28 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import rich.table
 
 from deepgrpo.data.cells import LINE, TEXT, Kind, Maybe, finite, problem, refuse
 from deepgrpo.data.tables import document
-from deepgrpo.telemetry import evaluation_tables as tables
-from deepgrpo.telemetry.answers import RESULT
-from deepgrpo.telemetry.evaluation import BLOCK, DRAWS, generator, interval
+from deepgrpo.telemetry.evaluation import RESULT, Printed, percent, show
+from deepgrpo.telemetry.statistics import BLOCK, DRAWS, generator, interval
 
 # What must agree before two numbers may be compared. Other differences (engine, precision) are told.
-PROTOCOL = (
-    "sets",
-    "template",
-    "truncated",
-    "max_new_tokens",
-    "max_model_len",
-    "temperature",
-    "top_p",
-    "top_k",
-    "n",
-    "grader",
-    "rubric",
-    "loop",
-)
+PROTOCOL = ("sets", "template", "truncated", "max_new_tokens", "max_model_len", "temperature", "top_p", "top_k", "n", "grader")
+PROTOCOL += ("rubric", "loop")
 TOLD = ("engine", "dtype", "stop_ids", "threshold")
 SIGNIFICANCE, POWER = 0.05, 0.8
 FEW = 5  # seeds an arm below which their spread is hardly known
@@ -53,9 +41,9 @@ def sign_test(wins: int, losses: int) -> float:
 
     With one right-or-wrong answer a problem this is McNemar's exact test.
     """
-    n, few = wins + losses, min(wins, losses)
-    tail = sum(math.comb(n, i) for i in range(few + 1))
-    return min(1.0, tail / 2 ** (n - 1)) if n else 1.0
+    from scipy import stats  # half a second to import
+
+    return float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
 
 
 def permutation_test(one: Sequence[np.ndarray], other: Sequence[np.ndarray], seed: int) -> float:
@@ -74,7 +62,7 @@ def permutation_test(one: Sequence[np.ndarray], other: Sequence[np.ndarray], see
     gaps = gaps[np.abs(gaps) > 1e-12]  # ties move nothing, however they are exchanged
     if not len(gaps) or np.ptp(np.abs(gaps)) < 1e-12:
         return sign_test(int((gaps > 0).sum()), int((gaps < 0).sum()))
-    from scipy import stats  # half a second to import
+    from scipy import stats
 
     keys = dict(permutation_type="samples", n_resamples=DRAWS, batch=BLOCK, rng=generator(seed, "permutation"))
     return float(
@@ -241,6 +229,32 @@ def row(one: Sequence[np.ndarray], other: Sequence[np.ndarray], seed: int) -> di
     return found
 
 
+def comparison_table(found: Mapping[str, Any], one: str, other: str) -> Printed:
+    """A row a set; differences are in points (hundredths), second arm minus first."""
+    table = rich.table.Table(title=f"{other} against {one} (points)")
+    table.add_column("set")
+    columns = ("problems", "first", "second", "difference", "95 % interval", "wins", "losses", "ties", "p", "more seeds")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, row in [*found["sets"].items(), *([("mean", found["mean"])] if "mean" in found else [])]:
+        more = row.get("more_seeds", "?")
+        table.add_row(
+            name,
+            str(row["problems"]),
+            percent(row["one"]),
+            percent(row["other"]),
+            f"{100 * row['difference']:+.1f}",
+            f"{100 * row['low']:+.1f} to {100 * row['high']:+.1f}",
+            *(str(row[key]) for key in ("wins", "losses", "ties")),
+            f"{row['p']:.2g}",
+            "-" if more is None else str(more),
+        )
+    seeds = "more seeds: each arm's further training seeds to find this difference with power 80 % at the 5 % level"
+    unknown = all("more_seeds" not in row for row in found["sets"].values())
+    lines = [seeds + ("; unknown (?) from fewer than two seeds an arm" if unknown else "")]
+    return table, [*lines, *found["notes"]]
+
+
 #### The command
 
 
@@ -281,7 +295,7 @@ def main(argv: Sequence[str]) -> int:
     if not one or not other:
         parser.error("each arm needs at least one result")
     found = compare(one, other, (names, other_names), args.force)
-    tables.show(tables.of_comparison(found, args.one, args.other))
+    show(comparison_table(found, args.one, args.other))
     if args.out:
         args.out.write_text(json.dumps(found, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0

@@ -1,227 +1,357 @@
-"""Estimators of an evaluation: scores of answers to problems, with the uncertainty that a finite set of problems leaves.
+"""An evaluation on disk, from its answers to its result and table; and marking the same answers again by other graders.
 
-A problem has n answers that were judged; rewards are float64[n]. Answers without a verdict are not among them, and problems
-without any are excluded and counted, never taken for wrong. Everything here is NumPy, and draws from generators of its own.
+    <folder>/settings.json   what the answers depend on; an evaluation with other settings does not go on here
+    <folder>/answers.jsonl   one line for each problem, appended as each chunk of problems is finished
+    <folder>/result.json     scores, and every problem's rewards and extracted answers
+
+An evaluation that was killed goes on after its last whole chunk. A line of answers holds all that a grader needs, so a later
+grader can mark the answers again (`evaluate --regrade`).
 """
 
+import contextlib
 import dataclasses
 import hashlib
-import math
+import importlib.metadata
+import json
+import logging
+import os
+import pathlib
+import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import rich.table
 
-DRAWS = 10_000  # of a bootstrap
-BLOCK = 500  # draws that are held at once
-SUBSETS = 500  # random sets of k answers that maj@k is averaged over where k < n
-LEVEL = 0.95
-INCOMPLETE_SHARE = 0.01  # of problems that are excluded: above it, a result is marked incomplete
+from deepgrpo.data.tables import document
+from deepgrpo.rewards.grade import Answer, external_sources, grader_of
+from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.rewards.service import GradingService
+from deepgrpo.telemetry import dumps, statistics
+from deepgrpo.telemetry.log import Console
+from deepgrpo.types import Grade, Group
 
+log = logging.getLogger(__name__)
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """A mean over problems. error: its standard error. low, high: bootstrap interval of LEVEL. problems: how many count."""
+SETTINGS, ANSWERS, RESULT = "settings.json", "answers.jsonl", "result.json"
+BOOTSTRAP_SEED = 0
+REWARDS = pathlib.Path(__file__).parents[1] / "rewards"
 
-    mean: float
-    error: float
-    low: float
-    high: float
-    problems: int
-
-
-#### One problem
+Printed = tuple[rich.table.Table, Sequence[str]]  # and the lines below it
 
 
-def pass_at_k(answers: np.ndarray, right: np.ndarray, k: int) -> np.ndarray:
-    """The probability that k of a problem's n answers, drawn without replacement, hold a right one: 1 - C(n-c, k) / C(n, k).
+class OtherSettings(ValueError):
+    """The folder holds an evaluation that was made in another way; says what differs."""
 
-    The unbiased estimator of Chen et al., Evaluating Large Language Models Trained on Code (2021), as the product
-    1 - prod_{i=0}^{k-1} (n-c-i) / (n-i), which does not overflow.
 
-    Args:
-      answers, right: int[P], n and c of each problem.
+class AnswerLog:
+    """Answers by chunk; a chunk is there as a whole or not at all.
 
-    Returns:
-      float64[P]; NaN where n < k, since fewer answers do not tell.
+    Raises:
+      OtherSettings: see there.
     """
-    if k < 1:
-        raise ValueError(f"pass@k needs k >= 1, got {k}")
-    n, c = np.asarray(answers, np.float64), np.asarray(right, np.float64)
-    if (c > n).any() or (c < 0).any():
-        raise ValueError("pass@k: a problem has more right answers than answers, or fewer than none")
-    i = np.arange(k)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        wrong = np.prod(np.maximum(n[:, None] - c[:, None] - i, 0) / (n[:, None] - i), axis=1)
-    return np.where(n >= k, 1 - wrong, np.nan)
+
+    def __init__(self, folder: pathlib.Path, settings: Mapping[str, Any]):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / ANSWERS
+        settings = json.loads(json.dumps(settings))  # as it will be read back
+        if (folder / SETTINGS).is_file():
+            before = read_settings(folder)
+            if changed := differences(before, settings):
+                raise OtherSettings(
+                    f"{folder} holds an evaluation with other settings; choose another --out or remove it:\n  "
+                    + "\n  ".join(changed)
+                )
+        else:
+            write_json(folder / SETTINGS, settings, indent=1)
+        found: dict[str, list[dict[str, Any]]] = {}
+        for entry in read_lines(self.path):  # what a killed process left half written is dropped
+            found.setdefault(entry.get("chunk"), []).append(entry)
+        self.chunks = {name: entries for name, entries in found.items() if len(entries) == entries[0].get("chunk_size")}
+        dumps.write(self.path, [entry for entries in self.chunks.values() for entry in entries])
+
+    def append(self, chunk: str, entries: Sequence[Mapping[str, Any]]) -> None:
+        entries = [dict(entry) | {"chunk": chunk, "chunk_size": len(entries)} for entry in entries]
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n" for entry in entries)
+            file.flush()
+            os.fsync(file.fileno())
+        self.chunks[chunk] = entries
 
 
-def majority(answers: Sequence[str], rewards: np.ndarray, k: int, rng: np.random.Generator) -> float:
-    """maj@k of one problem: the reward of the answer that most of k answers give.
+def differences(before: Any, now: Any, name: str = "") -> list[str]:
+    """A line for each innermost setting that differs, named by its dotted key."""
+    if before == now:
+        return []
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [
+            line
+            for key in before | now
+            for line in differences(before.get(key, "(absent)"), now.get(key, "(absent)"), f"{name}.{key}" if name else key)
+        ]
+    return [f"{name}: {before!r} then, {now!r} now"]
 
-    Answers are compared as extracted, white space folded. One that nothing was extracted from ("") has no vote; if none has
-    one, the reward is 0. Of several answers with the most votes each is as likely to win: the result is the mean of their
-    rewards. With k < n it is the mean over SUBSETS random sets of k answers, drawn without replacement.
 
-    Returns:
-      The reward; NaN with fewer than k answers.
+def read_settings(folder: pathlib.Path) -> dict[str, Any]:
+    """Raises FileNotFoundError, saying what was expected, where no evaluation is."""
+    path = folder / SETTINGS
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: expected the folder of an evaluation (--out)")
+    return document(path, {"protocol": {"sets": {}}})
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines that can be read; how many cannot is logged. A chunk that lacks one is answered again."""
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    entries: list[dict[str, Any]] = []
+    for line in filter(None, lines):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(entry := json.loads(line.decode()), dict):
+                entries.append(entry)
+    if torn := len(list(filter(None, lines))) - len(entries):
+        log.warning("%s: %d lines cannot be read", path, torn)
+    return entries
+
+
+def write_json(path: pathlib.Path, value: Mapping[str, Any], indent: int | None = None) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def entry_of(group: Group, name: str, item: str, seen: Sequence[Answer]) -> dict[str, Any]:
+    """The line of one problem. name: of its set. item: names the problem. seen: what the grader saw, one a rollout.
+
+    A completion that was aborted was left out by the loop; here it stands as an answer without a verdict.
     """
-    n = len(answers)
-    if n < k:
-        return math.nan
-    folded = [" ".join(answer.split()) for answer in answers]
-    names = {name: i for i, name in enumerate(dict.fromkeys(name for name in folded if name))}
-    if not names:
-        return 0.0
-    ballots = np.zeros((n, len(names)))  # float64[n, classes], a row of zeros has no vote
-    for i, name in enumerate(folded):
-        if name:
-            ballots[i, names[name]] = 1
-    rewards = np.asarray(rewards, np.float64)
-    worth = ballots.T @ rewards / ballots.sum(axis=0)  # float64[classes], one value a class unless the grader contradicts itself
-    chosen = np.ones((1, n)) if k == n else (rng.random((SUBSETS, n)).argsort(axis=1) < k).astype(np.float64)
-    votes = chosen @ ballots
-    winners = (votes == votes.max(axis=1, keepdims=True)) & (votes > 0)
-    return float(np.mean(winners @ worth / np.maximum(winners.sum(axis=1), 1)))
-
-
-#### Many problems
-
-
-def bootstrap_means(values: np.ndarray, rng: np.random.Generator, draws: int = DRAWS) -> np.ndarray:
-    """Means of `draws` resamples of float64[P], with replacement: float64[draws]."""
-    count = len(values)
-    means = []
-    for start in range(0, draws, BLOCK):
-        picked = rng.integers(count, size=(min(BLOCK, draws - start), count))
-        means.append(values[picked].mean(axis=1))
-    return np.concatenate(means)
-
-
-def interval(draws: np.ndarray) -> tuple[float, float]:
-    """Percentile interval of LEVEL."""
-    low, high = np.quantile(draws, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    return float(low), float(high)
-
-
-def standard_error(values: np.ndarray) -> float:
-    """Of the mean over problems as a sample of their kind: s / sqrt(P), with P - 1 in s. NaN for one problem."""
-    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
-
-
-def sampling_error(problems: Sequence[np.ndarray]) -> float:
-    """Standard error that comes from sampling answers alone, these problems being given: sqrt(sum s_p^2 / n_p) / P.
-
-    NaN if a problem has only one answer: its spread is unknown (greedy answers have none).
-    """
-    if not problems or min(map(len, problems)) < 2:
-        return math.nan
-    return math.sqrt(sum(float(np.var(rewards, ddof=1)) / len(rewards) for rewards in problems)) / len(problems)
-
-
-def estimate(values: np.ndarray, rng: np.random.Generator) -> Estimate | None:
-    """Of the mean of float64[P]; NaN values do not count. None if nothing is left.
-
-    Where all problems score 0, or all 1, no resample differs; the interval is then the exact one of a binomial share
-    (Clopper-Pearson), so that 0 of 30 does not look certain.
-    """
-    values = values[~np.isnan(values)]
-    P = len(values)
-    if not P:
-        return None
-    low, high = interval(bootstrap_means(values, rng))
-    if low == high == 0:
-        high = 1 - ((1 - LEVEL) / 2) ** (1 / P)
-    elif low == high == 1:
-        low = ((1 - LEVEL) / 2) ** (1 / P)
-    return Estimate(float(values.mean()), standard_error(values), low, high, P)
-
-
-def unweighted_mean(parts: Sequence[np.ndarray], rng: np.random.Generator) -> Estimate | None:
-    """Of the mean over sets of each set's mean, a set counting alike whatever its size; problems are resampled set by set."""
-    parts = [part[~np.isnan(part)] for part in parts]
-    if not parts or not all(map(len, parts)):
-        return None
-    low, high = interval(np.mean([bootstrap_means(part, rng) for part in parts], axis=0))
-    if low == high:  # no set's resamples differ: the mean of their exact intervals, which is wider than need be
-        found = [estimate(part, rng) for part in parts]
-        low, high = float(np.mean([e.low for e in found])), float(np.mean([e.high for e in found]))
-    error = math.sqrt(sum(standard_error(part) ** 2 for part in parts)) / len(parts)
-    return Estimate(float(np.mean([part.mean() for part in parts])), error, low, high, sum(map(len, parts)))
-
-
-#### An evaluation
-
-
-def set_values(items: Sequence[Mapping[str, Any]], n: int, threshold: float, seed: int) -> dict[str, np.ndarray]:
-    """float64[P] of every score of one set, by its name; P counts the problems with a verdict.
-
-    Args:
-      items: one a problem, with `rewards` (None: no verdict) and `answers` (extracted texts), as long as each other.
-      n: answers asked of a problem. threshold: an answer above it is right.
-    """
-    judged = [[(r, a) for r, a in zip(i["rewards"], i["answers"], strict=True) if r is not None] for i in items]
-    judged = [pairs for pairs in judged if pairs]
-    rewards = [np.array([r for r, _ in pairs], np.float64) for pairs in judged]
-    values = {f"avg@{n}": np.array([r.mean() for r in rewards])}
-    if n > 1:
-        counts, right = np.array([len(r) for r in rewards]), np.array([int((r > threshold).sum()) for r in rewards])
-        sizes = [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
-        values |= {f"pass@{k}": pass_at_k(counts, right, k) for k in sizes if len(counts)}
-        for k in sizes[1:]:
-            rng = generator(seed, f"maj@{k}")
-            values[f"maj@{k}"] = np.array([
-                majority([a for _, a in pairs], r, k, rng) for pairs, r in zip(judged, rewards, strict=True)
-            ])  # fmt: skip
-    return values
-
-
-def summarize(sets: Mapping[str, Sequence[Mapping[str, Any]]], left_out: Mapping[str, int], n: int, threshold: float, seed: int):
-    """Scores of every set and, under "mean", of the unweighted mean over sets.
-
-    Args:
-      sets: items by set, as in `set_values`; `finish_reasons` are counted too. left_out: rows that never became a problem.
-
-    Returns:
-      {set: {"problems", "excluded", "left_out", "no_verdict_answers", "truncated_share", "incomplete", "sampling_error",
-      "scores": {name: Estimate as a dict}}}; a score that nothing is known of is absent.
-    """
-    result, values = {}, {}
-    for name, items in sets.items():
-        values[name] = set_values(items, n, threshold, seed)
-        judged = [[r for r in item["rewards"] if r is not None] for item in items]
-        reasons = [reason for item in items for reason in item["finish_reasons"]]
-        excluded = sum(not rewards for rewards in judged)
-        missing = excluded + left_out.get(name, 0)
-        result[name] = {
-            "problems": len(items) - excluded,
-            "excluded": excluded,
-            "left_out": left_out.get(name, 0),
-            "no_verdict_answers": sum(r is None for item in items for r in item["rewards"]),
-            "truncated_share": reasons.count("length") / len(reasons) if reasons else 0.0,
-            "incomplete": missing > INCOMPLETE_SHARE * (len(items) + left_out.get(name, 0)),
-            "sampling_error": finite(sampling_error([np.array(rewards) for rewards in judged if rewards])),
-            "scores": scores({key: estimate(v, generator(seed, f"{name}/{key}")) for key, v in values[name].items()}),
+    problem = group.prompt.problem
+    answers = [
+        {
+            "response": answer.response,
+            "ending": answer.ending,
+            "tokens": len(rollout.completion.ids),
+            "finish_reason": rollout.completion.finish_reason,
+            "reward": rollout.grade.reward,
+            "reason": rollout.grade.reason,
+            "answer": rollout.grade.answer,
         }
-    if len(sets) > 1:
-        common = [key for key in next(iter(values.values())) if all(key in v for v in values.values())]
-        means = {key: unweighted_mean([v[key] for v in values.values()], generator(seed, f"mean/{key}")) for key in common}
-        incomplete = any(entry["incomplete"] for entry in result.values())
-        result["mean"] = {"incomplete": incomplete, "scores": scores(means)}
-    return result
+        for rollout, answer in zip(group.rollouts, seen, strict=True)
+    ]
+    aborted = {"response": "", "ending": "", "tokens": 0, "finish_reason": "abort"}
+    aborted |= {"reward": None, "reason": "abort", "answer": ""}
+    return {
+        "set": name,
+        "id": item,
+        "data_source": problem.data_source,
+        "question": problem.question,
+        "ground_truth": problem.ground_truth,
+        "extra": dict(problem.extra),
+        "prompt": seen[0].prompt if seen else "",
+        "prompt_tokens": len(group.prompt.ids),
+        "answers": answers + [aborted] * (group.prompt.n - len(answers)),
+    }
 
 
-def scores(estimates: Mapping[str, Estimate | None]) -> dict[str, dict[str, float | None]]:
-    """As JSON, which has no NaN."""
-    found = {key: dataclasses.asdict(value) for key, value in estimates.items() if value is not None}
-    return {key: {field: finite(number) for field, number in entry.items()} for key, entry in found.items()}
+def items_of(entries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """{set: items} for `telemetry.evaluation` and `telemetry.compare`, sets in the order of `names`."""
+    columns = {"rewards": "reward", "answers": "answer", "finish_reasons": "finish_reason", "reasons": "reason"}
+    return {
+        name: [
+            {"id": entry["id"]} | {column: [answer[key] for answer in entry["answers"]] for column, key in columns.items()}
+            for entry in entries
+            if entry["set"] == name
+        ]
+        for name in names
+    }
 
 
-def finite(number: float) -> float | None:
-    return None if math.isnan(number) else number
+#### Marking
 
 
-def generator(seed: int, purpose: str) -> np.random.Generator:
-    """One stream for each (seed, purpose)."""
-    digest = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=8).digest()
-    return np.random.default_rng(int.from_bytes(digest, "little"))
+def grader_version() -> str:
+    """A digest of the graders' sources, and the versions of the packages that they ask."""
+    digest = hashlib.sha256()
+    for path in sorted(REWARDS.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    packages = ",".join(f"{name} {importlib.metadata.version(name)}" for name in ("math-verify", "sympy"))
+    return f"{digest.hexdigest()[:12]} ({packages})"
+
+
+class NotOffline(ValueError):
+    """These answers cannot be marked again from what is on disk."""
+
+
+class Marks:
+    """A grading service as an evaluation wants it: no bonuses of training, and what was cut off as the protocol says.
+
+    truncated: "zero" (such an answer scores 0) or "graded" (it is one like any other, as in Dr. GRPO's evaluation).
+    """
+
+    def __init__(self, service: GradingService, truncated: str):
+        self.service, self.truncated = service, truncated
+
+    def submit(self, answer: Answer) -> "Future[Grade]":
+        reason = "stop" if self.truncated == "graded" else answer.finish_reason
+        return self.service.submit(dataclasses.replace(answer, finish_reason=reason, validation=True))
+
+
+def mark_again(
+    entries: Sequence[Mapping[str, Any]], protocol: Mapping[str, Any], workers: int, deadline: float
+) -> tuple[list, int]:
+    """The answers with the verdicts of the present graders under the protocol's rubric, and how many verdicts changed.
+
+    Raises:
+      NotOffline: a source is marked by a judge or by running a program.
+    """
+    entries, changed = json.loads(json.dumps(entries)), 0
+    rubric, sources = rubric_from(protocol["rubric"]), {entry["data_source"] for entry in entries}
+    if outside := external_sources(sources, rubric):
+        raise NotOffline(
+            f"{', '.join(sorted(outside))}: marked by a judge or by running a program, which marking again does not do; "
+            "evaluate into a new --out"
+        )
+    with GradingService(workers, deadline, sources, rubric) as service:
+        marks, waiting = Marks(service, protocol["truncated"]), []
+        for entry in entries:
+            shared = {key: entry[key] for key in ("data_source", "question", "ground_truth", "extra", "prompt")}
+            for answer in entry["answers"]:
+                if answer["finish_reason"] != "abort":
+                    own = {key: answer[key] for key in ("response", "ending", "finish_reason")}
+                    waiting.append((answer, marks.submit(Answer(prefix="", **own, **shared))))
+        for answer, future in waiting:
+            grade = future.result()
+            changed += answer["reward"] != grade.reward
+            answer.update(reward=grade.reward, reason=grade.reason, answer=grade.answer)
+    return entries, changed
+
+
+def rubric_from(fields: Mapping[str, Any]) -> Rubric:
+    """A rubric out of JSON, where tuples are lists."""
+    return Rubric(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+
+def result_of(
+    settings: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], workers: int = 2, deadline: float = 5.0
+) -> dict[str, Any]:
+    """Scores of an evaluation's answers. Where the settings name a second grader, its means stand beside the others' ("second").
+
+    Only sources of mathematics have a second grader. workers, deadline: of it.
+    """
+    protocol, second = settings["protocol"], settings["second_grader"]
+    names = list(protocol["sets"])
+
+    def scores_of(entries, protocol):
+        shape = (settings["left_out"], protocol["n"], protocol["threshold"], BOOTSTRAP_SEED)
+        return statistics.summarize(items_of(entries, names), *shape)
+
+    scores = scores_of(entries, protocol)
+    for name in names:
+        lengths = [answer["tokens"] for entry in entries if entry["set"] == name for answer in entry["answers"]]
+        scores[name]["response_tokens"] = float(np.mean(lengths)) if lengths else 0.0
+    if second:
+        rubric = rubric_from(protocol["rubric"] | {"grader": second})
+        again = [entry for entry in entries if grader_of(entry["data_source"], rubric).family]
+        other = protocol | {"rubric": dataclasses.asdict(rubric)}
+        marked = scores_of(mark_again(again, other, workers, deadline)[0], other) if again else {}
+        for name in scores:
+            complete = name in marked and (name != "mean" or len(again) == len(entries))
+            scores[name]["second"] = marked[name]["scores"].get(f"avg@{protocol['n']}") if complete else None
+    return {**settings, "scores": scores, "items": items_of(entries, names)}
+
+
+def regrade(folder: pathlib.Path, grader: str = "", workers: int = 2, deadline: float = 5.0) -> tuple[dict[str, Any], str]:
+    """Marks the answers of an evaluation again, by the present graders; writes regraded-<grader>.json beside the old result.
+
+    Args:
+      grader: value of rewards.grader; "": the one that the evaluation had.
+
+    Returns:
+      (the result, what changed).
+
+    Raises:
+      FileNotFoundError: no finished evaluation there.
+    """
+    settings = read_settings(folder)
+    if not (folder / RESULT).is_file():
+        raise FileNotFoundError(f"{folder / RESULT} does not exist: the evaluation did not end; start it again first")
+    protocol = settings["protocol"]
+    protocol["grader"] = grader_version()
+    protocol["rubric"]["grader"] = grader or protocol["rubric"]["grader"]
+    before = read_lines(folder / ANSWERS)
+    if len(before) != (answered := sum(entry["problems"] for entry in protocol["sets"].values())):
+        what = f"{folder / ANSWERS} holds {len(before)} of {answered} problems: lines are lost or torn"
+        raise NotOffline(f"{what}; start the evaluation again, which answers what is missing")
+    entries, changed = mark_again(before, protocol, workers, deadline)
+    result = result_of(settings, entries, workers, deadline)
+    path = folder / f"regraded-{protocol['rubric']['grader']}-{protocol['grader'].split()[0]}.json"
+    write_json(path, result)
+    return result, f"{changed} of {sum(len(entry['answers']) for entry in entries)} verdicts changed: {path}"
+
+
+#### Tables
+
+
+def result_table(result: Mapping[str, Any]) -> Printed:
+    """A row a set; the last is the unweighted mean over sets. Scores in percent, with standard error and 95 % interval."""
+    protocol, scores = result["protocol"], result["scores"]
+    every = next(iter(scores.values()))["scores"]  # pass@1 is avg@n where an answer is right or wrong
+    names = [key for key in every if key != "pass@1"] or [f"avg@{protocol['n']}"]
+    table = rich.table.Table(title=f"{result['model']['path']}, seed {result['seed']} (scores in %)")
+    table.add_column("set")
+    columns = ["problems", f"{titled(names[0], protocol)} ± s.e.", "95 % interval", *names[1:]]
+    second = [f"by {result['second_grader']}"] if result["second_grader"] else []
+    for column in [*columns, *second, "truncated %", "tokens", "no verdict"]:
+        table.add_column(column, justify="right")
+    for name, entry in scores.items():
+        found = [entry["scores"].get(key) for key in names]
+        first = "-" if found[0] is None else f"{percent(found[0]['mean'])} ± {percent(found[0]['error'])}"
+        bounds = "-" if found[0] is None else f"{percent(found[0]['low'])} - {percent(found[0]['high'])}"
+        others = ["-" if score is None else percent(score["mean"]) for score in found[1:]]
+        others += [percent(entry["second"] and entry["second"]["mean"])] if second else []
+        if name == "mean":
+            table.add_section()
+            counts = ["", first, bounds, *others, "", "", ""]
+        else:
+            lost = f"{entry['excluded']} + {entry['left_out']} left out" if entry["left_out"] else str(entry["excluded"])
+            shares = [percent(entry["truncated_share"]), f"{entry['response_tokens']:.0f}", lost]
+            counts = [str(entry["problems"]), first, bounds, *others, *shares]
+        table.add_row(name + (" INCOMPLETE" if entry["incomplete"] else ""), *counts)
+    return table, lines_of(result)
+
+
+def titled(name: str, protocol: Mapping[str, Any]) -> str:
+    return "greedy" if protocol["temperature"] == 0 else name
+
+
+def lines_of(result: Mapping[str, Any]) -> list[str]:
+    """The protocol, in words."""
+    p = result["protocol"]
+    limit = f"{p['max_new_tokens']} new tokens, " if p["max_new_tokens"] else ""
+    cut = "score 0" if p["truncated"] == "zero" else "are graded like others"
+    drawn = "greedy" if p["temperature"] == 0 else f"temperature {p['temperature']:g}, top_p {p['top_p']:g}, top_k {p['top_k']}"
+    lines = [
+        f"template {p['template']}; stop ids {', '.join(map(str, p['stop_ids']))}; {drawn}, answers a problem: {p['n']}",
+        f"limit {limit}context {p['max_model_len']}; answers that it cuts off {cut}",
+        f"grader {p['rubric']['grader']}, version {p['grader']}",
+        f"engine {p['engine']}, {p['dtype']}; weights {result['model']['weights']}",
+    ]
+    if result["selection"]["label"]:
+        lines.append(f"checkpoint {result['selection']['label']}: {', '.join(result['selection']['sets'])}")
+    if any(entry["incomplete"] for entry in result["scores"].values()):
+        lines.append(
+            "INCOMPLETE: more than 1 % of a set's problems have no verdict or were left out; do not report these numbers"
+        )
+    return lines
+
+
+def percent(share: float | None) -> str:
+    return "?" if share is None else f"{100 * share:.1f}"
+
+
+def show(printed: Printed) -> None:
+    width = None if sys.stdout.isatty() else 160  # a log has no width to fit into
+    console = Console(width=width, highlight=False)
+    console.print(printed[0])
+    for line in printed[1]:
+        console.print(line, markup=False, soft_wrap=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deepgrpo.data.cells import DataError
-from deepgrpo.telemetry import answers, compare
+from deepgrpo.telemetry import compare, evaluation
 
 
 def result(rewards: dict[str, list], seed=0, weights="w", **changes):
@@ -135,10 +135,10 @@ def test_a_result_that_cannot_be_read_is_named(tmp_path, text, said):
 
 def test_a_torn_line_of_answers_costs_its_own_chunk(tmp_path):
     entries = {name: [{"id": f"{name}{i}"} for i in range(2)] for name in "ab"}
-    log = answers.AnswerLog(tmp_path, {"protocol": {"sets": {}}})
+    log = evaluation.AnswerLog(tmp_path, {"protocol": {"sets": {}}})
     for name, its in entries.items():
         log.append(name, its)
-    path = tmp_path / answers.ANSWERS
+    path = tmp_path / evaluation.ANSWERS
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([lines[0], lines[1][:-5] + b"\xff", *lines[2:]]))
-    assert list(answers.AnswerLog(tmp_path, {"protocol": {"sets": {}}}).chunks) == ["b"]
+    assert list(evaluation.AnswerLog(tmp_path, {"protocol": {"sets": {}}}).chunks) == ["b"]

@@ -98,7 +98,6 @@ def configure(args: argparse.Namespace, rest: list[str]):
 
 log = logging.getLogger("deepgrpo.evaluate")  # by its name: __name__ is __main__ here
 
-LOOPS = {"reasoning": reasoning.run, "treerl": reasoning.run}  # trees are for training
 CHUNK = 256  # problems whose answers are written together; a killed evaluation goes on after them
 GRADING_PATIENCE = 20  # deadlines of one answer that a chunk may wait for verdicts after its last rollout
 
@@ -185,7 +184,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
         for spec, start in missing:
             part = loaded[spec][start : start + CHUNK]
             prompts = [Prompt(p.prompt_ids, p, keys.n, f"{spec}#{p.index}") for p in part]
-            groups = LOOPS[config.loop](context, prompts, 0, f"evaluation:{file_of(spec)}:{start}")
+            groups = reasoning.run(context, prompts, 0, f"evaluation:{file_of(spec)}:{start}")
             service.end_step()
             end_step()
             entries = []

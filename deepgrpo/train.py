@@ -17,6 +17,7 @@ The teacher works beside it: it corrects failures, and each prefix that student 
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 
@@ -57,7 +58,7 @@ from deepgrpo.weights.engines import open_engine, storing
 
 log = logging.getLogger("deepgrpo.train")  # by its name: __name__ is __main__ here
 
-LOOPS = {"reasoning": lambda config: reasoning.run, "treerl": treerl.create}
+LOOPS = {"reasoning": lambda config: reasoning.run, "treerl": lambda config: functools.partial(treerl.run, config.treerl)}
 GRADING_PATIENCE = 20  # deadlines of one answer that a whole batch may still wait for verdicts after its last rollout
 
 

@@ -2,33 +2,24 @@
 
 A prompt gets M responses. In each of L rounds every tree is forked before the N tokens that surprised the student most, T new
 continuations each: M (1 + N L T) responses a prompt, if all forks fit. Each is graded as a whole; its tokens get the advantages
-of the segments they are in (`treerl_tree`), so that a response that is right after a fork teaches what the fork changed.
+of the segments they are in, so that a response that is right after a fork teaches what the fork changed.
 Validation and evaluation make plain single responses.
 """
 
 import concurrent.futures
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import ml_collections
 import numpy as np
 
-from deepgrpo.loops import reasoning, treerl_tree
+from deepgrpo.loops import reasoning
 from deepgrpo.loops.base import RolloutContext
-from deepgrpo.loops.treerl_tree import MIN_PREFIX_RATIO, MIN_SUFFIX_TOKENS, Segment
 from deepgrpo.rollout.engine import Request, sample_seed
 from deepgrpo.types import Completion, Grade, Group, Prompt, Rollout, as_ids
 
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """M: trees a prompt. N: forks of a tree in a round. L: rounds. T: new continuations of a fork."""
-
-    M: int
-    N: int
-    L: int
-    T: int
+MIN_PREFIX_RATIO = 0.05  # of a response that has no fork yet, tokens before its first fork
+MIN_SUFFIX_TOKENS = 10  # of the old continuation that lie after a fork, and fewest tokens that a new one has room for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,18 +49,15 @@ class Stem:
 Tree = list[Response]  # its first response, then those forked from earlier ones
 
 
-def create(config: ml_collections.ConfigDict) -> Callable[[RolloutContext, Sequence[Prompt], int, str], list[Group]]:
-    """The loop with the forks of the configuration's section `treerl`."""
-    keys = config.treerl
-    return functools.partial(run, Shape(keys.M, keys.N, keys.L, keys.T))
-
-
-def run(shape: Shape, context: RolloutContext, prompts: Sequence[Prompt], step: int, purpose: str) -> list[Group]:
+def run(
+    shape: ml_collections.ConfigDict, context: RolloutContext, prompts: Sequence[Prompt], step: int, purpose: str
+) -> list[Group]:
     """Grows trees from every prompt; returns a group of all their responses, depth first, the older continuation first.
 
     `Prompt.n` is ignored. A continuation that was aborted is no part of its tree. All samples are of one version of the weights.
 
     Args:
+      shape: the section `treerl`, with M trees for each prompt, L rounds of N forks, T new continuations at a fork.
       step, purpose: name the random streams, one a round, together with the prompt's place in `prompts` and the sample's among
         all that the prompt could have.
 
@@ -149,10 +137,10 @@ def forks(tree: Tree, n: int) -> list[tuple[Response, int]]:
         if response is not None:
             begin = len(response.completion.ids) - length
             logps = response.completion.logps[begin:]
-            positions = treerl_tree.fork_candidates(logps, MIN_PREFIX_RATIO if parent < 0 else 0.0)
+            positions = fork_candidates(logps, MIN_PREFIX_RATIO if parent < 0 else 0.0)
             places += [(response, begin + int(position)) for position in positions]
             scores.append(-logps[positions])
-    return [places[i] for i in treerl_tree.most_surprising(np.concatenate(scores), n)] if places else []
+    return [places[i] for i in most_surprising(np.concatenate(scores), n)] if places else []
 
 
 def segments(tree: Tree) -> list[tuple[int, int, Response | None]]:
@@ -188,9 +176,101 @@ def scored(prompt: Prompt, forest: Sequence[Tree]) -> Group:
             reward = None if response is None else reasoning.verdict_of(response.verdict).reward
             listed.append(Segment(parent, length, response is not None, reward))
             responses += [] if response is None else [response]
-    advantages: Iterator[np.ndarray] = iter(treerl_tree.token_advantages(listed))
+    advantages: Iterator[np.ndarray] = iter(token_advantages(listed))
     rollouts = []
     for response in responses:
         grade = reasoning.verdict_of(response.verdict)
         rollouts.append(Rollout(response.completion, grade, None if grade.reward is None else next(advantages), response.start))
     return Group(dataclasses.replace(prompt, n=len(rollouts)), tuple(rollouts))
+
+
+#### The numbers: where a tree is forked, and what its tokens earned, in float64 on the host
+#
+# A tree's nodes are *segments*: runs of response tokens between forks. A leaf ends a response; what is above it is its path.
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A node of the trees of one prompt.
+
+    parent: index of the segment before it, which comes earlier in the list; -1: it is a tree's first. length: tokens.
+    leaf: it ends a response. reward: of that response; None: it has no verdict, or the segment is no leaf.
+    """
+
+    parent: int
+    length: int
+    leaf: bool = False
+    reward: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Values:
+    """What the segments of a prompt's trees are worth.
+
+    root: V_root, mean reward of all judged leaves. value: float64[n], V. leaves: int64[n], judged leaves below. advantage:
+    float64[n], R. Segments above no judged leaf have 0 of each.
+    """
+
+    root: float
+    value: np.ndarray
+    leaves: np.ndarray
+    advantage: np.ndarray
+
+
+def fork_candidates(
+    logps: np.ndarray, min_prefix_ratio: float = MIN_PREFIX_RATIO, min_suffix_tokens: int = MIN_SUFFIX_TOKENS
+) -> np.ndarray:
+    """Positions p of a segment's tokens before which it may be forked: int64[m], rising.
+
+    max(1, int(min_prefix_ratio * n)) <= p <= n - min_suffix_tokens. In the trees, the ratio counts for a response without a fork
+    only: below one it is 0.
+
+    Args:
+      logps: float[n], log-probs of the segment's tokens.
+    """
+    n = len(logps)
+    return np.arange(max(1, int(min_prefix_ratio * n)), n - min_suffix_tokens + 1)
+
+
+def most_surprising(scores: np.ndarray, n: int) -> np.ndarray:
+    """Indices of the at most n highest scores (-log p of sampled tokens), highest first, of equals the first: int64[<= n]."""
+    return np.argsort(-np.asarray(scores, np.float64), kind="stable")[:n]
+
+
+def values(segments: Sequence[Segment]) -> Values:
+    """V and R of every segment.
+
+        V(s) = mean reward of the judged leaves below s
+        R(s) = (V(s) - V_root + V(s) - V(parent)) / sqrt(judged leaves below s)      the second difference is 0 for a tree's first
+
+    A leaf without a verdict counts nowhere. Equal rewards give exactly 0.
+
+    Args:
+      segments: of all trees of one prompt.
+    """
+    rewards = [s.reward for s in segments if s.leaf and s.reward is not None]
+    origin = rewards[0] if rewards else 0.0  # a reward of their own as origin: the means of equal rewards are then exact
+    leaves, total = np.zeros(len(segments), np.int64), np.zeros(len(segments))
+    for i, segment in reversed(list(enumerate(segments))):
+        if segment.leaf and segment.reward is not None:
+            leaves[i], total[i] = 1, segment.reward - origin
+        if segment.parent >= 0:
+            leaves[segment.parent] += leaves[i]
+            total[segment.parent] += total[i]
+    V = total / np.maximum(leaves, 1)
+    parent = np.array([s.parent for s in segments], np.int64)
+    root = float(total[parent < 0].sum()) / max(len(rewards), 1)
+    local = np.where(parent >= 0, V - V[parent], 0.0)
+    R = np.where(leaves > 0, (V - root + local) / np.sqrt(np.maximum(leaves, 1)), 0.0)
+    return Values(root + origin, np.where(leaves > 0, V + origin, 0.0), leaves, R)
+
+
+def token_advantages(segments: Sequence[Segment]) -> list[np.ndarray]:
+    """For each judged leaf, in their order, R of the segment that each token of its path belongs to: float64[path length]."""
+    R, paths, found = values(segments).advantage, [], []
+    for segment, advantage in zip(segments, R, strict=True):
+        before = [paths[segment.parent]] if segment.parent >= 0 else []
+        paths.append(np.concatenate([*before, np.full(segment.length, advantage)]))
+        if segment.leaf and segment.reward is not None:
+            found.append(paths[-1])
+    return found

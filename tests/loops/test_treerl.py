@@ -10,11 +10,10 @@ from deepgrpo.learner import rows as rows_lib
 from deepgrpo.learner.rows import group_advantages
 from deepgrpo.loops import reasoning, treerl
 from deepgrpo.loops.base import RolloutContext
-from deepgrpo.loops.treerl import Shape
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.types import Completion, Grade, Problem, Prompt, as_ids
 from tests.conftest import golden_cases
-from tests.loops.test_train_step import EOS, LastTokenGrader, NumberTokenizer
+from tests.loops.test_train_step import EOS, LastTokenGrader, NumberTokenizer, Shape
 
 
 class Engine:

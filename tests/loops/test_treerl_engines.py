@@ -5,10 +5,9 @@ import pytest
 
 from deepgrpo.loops import treerl
 from deepgrpo.loops.base import RolloutContext
-from deepgrpo.loops.treerl import Shape
 from deepgrpo.rollout.engine import Request
 from deepgrpo.types import Problem, Prompt
-from tests.loops.test_train_step import LastTokenGrader, NumberTokenizer
+from tests.loops.test_train_step import LastTokenGrader, NumberTokenizer, Shape
 from tests.rollout import tiny
 from tests.rollout.vllm_rig import Rig, weights
 

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from deepgrpo.loops import treerl_tree
-from deepgrpo.loops.treerl_tree import Segment
+from deepgrpo.loops import treerl
+from deepgrpo.loops.treerl import Segment
 from tests.conftest import golden_cases
 
 
@@ -31,12 +31,12 @@ def tolerance(case):
 @pytest.mark.parametrize("case", golden_cases("branching_*.json", {"treerl_tree_values"}))
 def test_golden_values(case):
     segments, expected, close = listed(case["inputs"]["trees"]), case["expected"], tolerance(case)
-    found, nodes = treerl_tree.values(segments), flat(expected["trees"])
+    found, nodes = treerl.values(segments), flat(expected["trees"])
     assert found.root == pytest.approx(expected["V_root"], **close)
     assert found.leaves.tolist() == [node["n_leaves"] for node in nodes]
     assert found.value == pytest.approx([node["V"] for node in nodes], **close)
     assert found.advantage == pytest.approx([node["process_reward"] for node in nodes], **close)
-    tokens = treerl_tree.token_advantages(segments)
+    tokens = treerl.token_advantages(segments)
     assert [s.reward for s in segments if s.leaf] == [row["reward"] for row in expected["rows"]]
     for advantages, row in zip(tokens, expected["rows"], strict=True):
         assert advantages == pytest.approx(row["token_level_advantages"], **close)
@@ -47,8 +47,8 @@ def test_golden_values(case):
 def test_golden_fork_candidates(case):
     inputs, expected, close = case["inputs"], case["expected"], tolerance(case)
     logps = np.array(inputs["token_logprobs"])
-    positions = treerl_tree.fork_candidates(logps, inputs["min_prefix_ratio"], inputs["min_suffix_tokens"])
-    best = treerl_tree.most_surprising(-logps[positions], inputs["N"])
+    positions = treerl.fork_candidates(logps, inputs["min_prefix_ratio"], inputs["min_suffix_tokens"])
+    best = treerl.most_surprising(-logps[positions], inputs["N"])
     assert len(positions) == expected["n_candidates"] and positions[best].tolist() == expected["positions_top_n"]
     assert -logps[positions[best]] == pytest.approx(expected["scores_top_n"], **close)
 
@@ -89,7 +89,7 @@ def naive_rows(trees) -> list[list[float]]:
 @pytest.mark.parametrize("seed", range(8))
 def test_advantages_by_their_definition(seed):
     trees = random_trees(np.random.default_rng(seed))
-    expected, found = naive_rows(trees), treerl_tree.token_advantages(listed(trees))
+    expected, found = naive_rows(trees), treerl.token_advantages(listed(trees))
     assert len(found) == len(expected) > 0
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
@@ -97,14 +97,14 @@ def test_advantages_by_their_definition(seed):
 
 def test_equal_rewards_teach_nothing_at_all():
     tree = {"len": 3, "children": [{"len": 2, "reward": 0.1}, {"len": 1, "children": [{"len": 2, "reward": 0.1}] * 3}]}
-    assert all((row == 0).all() for row in treerl_tree.token_advantages(listed([tree, {"len": 2, "reward": 0.1}])))
-    assert treerl_tree.token_advantages(listed([{"len": 3, "reward": None}])) == []
+    assert all((row == 0).all() for row in treerl.token_advantages(listed([tree, {"len": 2, "reward": 0.1}])))
+    assert treerl.token_advantages(listed([{"len": 3, "reward": None}])) == []
 
 
 def test_forks_keep_away_from_both_ends():
     for n, ratio, first, last in [(100, 0.05, 5, 90), (100, 0.0, 1, 90), (11, 0.05, 1, 1), (400, 0.05, 20, 390)]:
-        positions = treerl_tree.fork_candidates(np.zeros(n), ratio)
+        positions = treerl.fork_candidates(np.zeros(n), ratio)
         assert (positions[0], positions[-1]) == (first, last)
-    assert not len(treerl_tree.fork_candidates(np.zeros(10))) and not len(treerl_tree.fork_candidates(np.zeros(0)))
-    assert treerl_tree.most_surprising(np.array([1.0, 2.0, 2.0, 0.5]), 3).tolist() == [1, 2, 0]  # of equals the first
-    assert treerl_tree.most_surprising(np.array([1.0]), 3).tolist() == [0]
+    assert not len(treerl.fork_candidates(np.zeros(10))) and not len(treerl.fork_candidates(np.zeros(0)))
+    assert treerl.most_surprising(np.array([1.0, 2.0, 2.0, 0.5]), 3).tolist() == [1, 2, 0]  # of equals the first
+    assert treerl.most_surprising(np.array([1.0]), 3).tolist() == [0]

@@ -15,7 +15,7 @@ from deepgrpo import evaluate, train
 from deepgrpo.rewards.service import GradingService
 from deepgrpo.telemetry import compare, evaluation
 from deepgrpo.weights import hf
-from deepgrpo.weights.checkpoint import Checkpoints
+from deepgrpo.weights.checkpoint import CheckpointError, Checkpoints
 from tests.conftest import ROOT
 from tests.data import small_tokenizer
 from tests.rollout import tiny
@@ -178,28 +178,25 @@ def test_a_checkpoint_that_was_chosen_on_what_is_reported(model, tmp_path, chose
 
 
 def test_training_chooses_on_its_own_sets(student, tmp_path):
-    def best(**keys) -> dict:
-        keys = {"train.steps": 1, "data.validation_limit": 4, "train.student_tokens": 0, "run_dir": tmp_path} | keys
-        flags = [f"--config.{key}={value}" for key, value in keys.items()]
-        train.main(*config_lib.from_command_line(["train", f"--config={ROOT / 'configs' / 'carry_chain.py'}", *flags]))
-        return json.loads((tmp_path / keys["name"] / "best_checkpoint.json").read_text())
+    keys = {"train.steps": 1, "data.validation_limit": 4, "train.student_tokens": 0, "run_dir": tmp_path, "name": "own"}
+    keys |= {"data.selection": "carry_chain:heldout:64"}
 
-    reported = best(name="reported")
-    assert reported["metric"] == "val-core/carry_chain/reward/mean@1" and reported["label"] == "selected on a reported set"
-    own = {"data.selection": "carry_chain:heldout:64", "name": "own"}
+    def best(**more) -> dict:
+        flags = [f"--config.{key}={value}" for key, value in (keys | more).items()]
+        train.main(*config_lib.from_command_line(["train", f"--config={ROOT / 'configs' / 'carry_chain.py'}", *flags]))
+        return json.loads((tmp_path / "own" / "best_checkpoint.json").read_text())
+
     with pytest.raises(SystemExit, match="4 questions of data.selection are also in"):
-        best(**own)
-    held = best(**own | {"data.allow_overlap": True})
+        best()
+    held = best(**{"data.allow_overlap": True})
     assert held["metric"] == "selection/val-core/carry_chain/reward/mean@1" and "label" not in held
 
 
-def test_command_line(evaluated, tmp_path):
-    def fails(*flags) -> str:
-        done = subprocess.run([sys.executable, "-m", "deepgrpo.evaluate", *flags], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode and "Traceback" not in done.stderr
-        return done.stderr
-
-    assert "did you mean data.validation" in fails("--config=configs/eval_seed.py", "--config.data.validations=x")
-    assert "result of a finished evaluation" in fails("compare", str(evaluated[0]), str(tmp_path))
-    assert "no complete checkpoint" in fails("--config=configs/eval_seed.py", f"--checkpoint={tmp_path}")
-    assert "expected the folder of an evaluation" in fails(f"--regrade={tmp_path}")
+def test_command_line(evaluated, model, tmp_path):
+    command = [sys.executable, "-m", "deepgrpo.evaluate", "compare", str(evaluated[0]), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and "Traceback" not in done.stderr and "result of a finished evaluation" in done.stderr
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        run([f"--checkpoint={tmp_path}"], tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="expected the folder of an evaluation"):
+        evaluation.regrade(tmp_path)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -15,7 +16,6 @@ import pytest
 
 from deepgrpo import config as config_lib
 from deepgrpo import train
-from deepgrpo.endpoint import breaker
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.teacher.oracle import MODEL, Oracle
@@ -86,100 +86,87 @@ def assert_same(one: dict, other: dict) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(student, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("uninterrupted")
+def whole(tmp_path_factory):
+    """The folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
     finish(start(folder))
-    return outcome(folder, student)
+    return folder
 
 
-def test_hard_states_give_a_gradient_where_plain_grpo_has_none(student, uninterrupted, tmp_path):
-    plain = in_process(tmp_path, curriculum__pool="none")
-    assert all(record["training/all_chains_empty_skip"] == 1.0 for record in plain if record["step"])  # every group all-fail
-    forest = uninterrupted["metrics"]
+def logged(folder: pathlib.Path) -> int:
+    """The last step of a run's metrics, -1 without any."""
+    path = folder / "carry_chain" / "metrics.jsonl"
+    records = metrics_lib.read(path) if path.exists() else []
+    return int(records[-1]["step"]) if records else -1
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen | None = None, seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run did not come that far"
+        time.sleep(0.02)
+
+
+def test_hard_states_give_a_gradient_where_plain_grpo_has_none(student, whole, tmp_path):
+    plain = in_process(tmp_path, curriculum__pool="none", train__steps=3, validation__every=0)
+    assert all(record["training/all_chains_empty_skip"] == 1.0 for record in plain)  # every group all-fail
+    forest = metrics_lib.read(whole / "carry_chain")
     assert forest[0]["step"] == 0 and forest[-1]["step"] == STEPS  # validated before the first step
     assert forest[-1]["forest/active_nonroot_nodes"] > 0 and forest[-1]["teacher_worker/total_succeeded"] > 0
     assert sum(record.get("actor/optimizer_steps", 0.0) for record in forest) >= 1
     assert all(record["rollout_mismatch/abs_max"] <= 1e-4 for record in forest if "rollout_mismatch/abs_max" in record)
-    assert {"forest_pool/num_trees", "forest/num_trees", "teacher_suffix/accepted", "timing_s/step"} - set(forest[-1]) == {
-        "timing_s/step"
-    }
+    best = json.loads((whole / "carry_chain" / "best_checkpoint.json").read_text())
+    assert best["metric"] == "val-core/carry_chain/reward/mean@1" and best["label"] == "selected on a reported set"
+    assert {"forest_pool/num_trees", "forest/num_trees", "teacher_suffix/accepted", "timing_s/step"} <= forest[-1].keys()
 
 
-@pytest.mark.parametrize("point", ["mid_write@6", "after_rename@4"])
-def test_killed_while_saving_it_resumes_bit_for_bit(student, uninterrupted, tmp_path, point):
-    finish(start(tmp_path, {"DEEPGRPO_CRASH_AT": point}), -signal.SIGKILL)
-    assert "resumed from" in finish(start(tmp_path))
-    assert_same(uninterrupted, outcome(tmp_path, student))
-
-
-def test_killed_in_a_step_it_resumes_bit_for_bit(student, uninterrupted, tmp_path):
+def test_killed_and_stopped_again_and_again_it_resumes_bit_for_bit(student, whole, tmp_path):
+    """Killed while it writes a checkpoint, after it renamed one and in a step; stopped by a signal, which saves."""
+    finish(start(tmp_path, {"DEEPGRPO_CRASH_AT": "mid_write@4"}), -signal.SIGKILL)
+    finish(start(tmp_path, {"DEEPGRPO_CRASH_AT": "after_rename@4"}), -signal.SIGKILL)
     process = start(tmp_path)
-    metrics = tmp_path / "carry_chain" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and len(metrics_lib.read(metrics)) > 5, process)  # step 5 is logged, step 6 is under way
+    wait_for(lambda: logged(tmp_path) >= 5, process)  # step 6 is under way
     process.kill()
     process.communicate()
-    finish(start(tmp_path))
-    assert_same(uninterrupted, outcome(tmp_path, student))
-
-
-def test_sigterm_saves_and_ends_with_0(student, uninterrupted, tmp_path):
     process = start(tmp_path, checkpoint__every=0)
-    metrics = tmp_path / "carry_chain" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and len(metrics_lib.read(metrics)) > 1, process)
+    wait_for(lambda: logged(tmp_path) >= 6, process)
     process.send_signal(signal.SIGTERM)
-    assert "stopped by a signal" in finish(process)
-    assert Checkpoints(tmp_path / "carry_chain" / "checkpoints", 1, False, "").latest_step() >= 1
-    finish(start(tmp_path, checkpoint__every=0))
-    assert_same(uninterrupted, outcome(tmp_path, student))
-    assert "nothing to do" in finish(start(tmp_path, checkpoint__every=0))
-
-
-def wait_for(condition, process: subprocess.Popen, seconds: float = 240.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the run did not come that far"
-        time.sleep(0.02)
+    output = finish(process)
+    assert "resumed from" in output and "stopped by a signal" in output
+    assert Checkpoints(tmp_path / "carry_chain" / "checkpoints", 1, False, "").latest_step() > 6
+    finish(start(tmp_path))
+    assert_same(outcome(whole, student), outcome(tmp_path, student))
+    assert "nothing to do" in finish(start(tmp_path))
 
 
 def test_teacher_down_training_goes_on(student, tmp_path, monkeypatch):
     """The endpoint dies for good after the first step: GRPO continues, the outage shows, waiting failures stay."""
     monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
-    monkeypatch.setattr(breaker, "FAILURES", 1)
-    monkeypatch.setattr(breaker, "SECONDS", 600.0)
     with Oracle("carry_chain") as oracle:
 
         def kill_after_the_first_step():
-            wait_until(
-                lambda: (
-                    list(tmp_path.glob("*/metrics.jsonl")) and len(metrics_lib.read(next(tmp_path.glob("*/metrics.jsonl")))) > 1
-                )
-            )
+            wait_for(lambda: logged(tmp_path) >= 1)
             oracle.close()
 
         killer = threading.Thread(target=kill_after_the_first_step)
         killer.start()
         records = in_process(
             tmp_path,
+            train__steps=5,
+            validation__every=0,
             teacher__base_url=oracle.base_url,
             teacher__model=MODEL,
         )
         killer.join(timeout=60)
-    assert records[-1]["step"] == STEPS
+    assert records[-1]["step"] == 5
     assert records[-1]["teacher/breaker_state"] > 0
     assert records[-1]["teacher/events_dispatchable"] > 0
 
 
-def wait_until(condition, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def test_a_recorded_run_is_replayed_without_an_endpoint(student, uninterrupted, tmp_path):
-    first = in_process(tmp_path / "first")
-    recorded = tmp_path / "first" / "carry_chain" / "teacher"
-    again = in_process(tmp_path / "again", teacher__replay=recorded)
+def test_a_recorded_run_is_replayed_without_an_endpoint(student, whole, tmp_path):
+    finish(start(tmp_path, teacher__replay=whole / "carry_chain" / "teacher"))
+    again, first = (metrics_lib.read(folder / "carry_chain") for folder in (tmp_path, whole))
     assert again[-1]["teacher/http_requests"] == 0 and first[-1]["teacher/http_requests"] > 0
     same = [key for key in first[-1] if key.startswith(("forest/", "critic/", "val-"))]
     assert [{k: r.get(k) for k in same} for r in again] == [{k: r.get(k) for k in same} for r in first]

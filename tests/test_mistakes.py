@@ -16,7 +16,6 @@ from deepgrpo.telemetry import evaluation
 from deepgrpo.weights import runs
 from deepgrpo.weights.checkpoint import CheckpointError
 from tests.conftest import ROOT
-from tests.data import small_tokenizer
 from tests.test_evaluate import run as evaluate
 from tests.test_evaluate import write_model
 
@@ -30,13 +29,9 @@ def test_a_students_folder_that_is_in_use_is_refused_before_the_training(tmp_pat
         warm_start.main(config, line)
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [('{"q": "a", "a": "b"}', "lacks question, answer; it has q, a"), ("question,answer", "line 1 is not JSON")],
-)
-def test_an_evaluation_of_another_kind_of_file_says_so(tmp_path, line, said):
-    (tmp_path / "set.jsonl").write_text(line + "\n")
-    with pytest.raises(config_lib.ConfigError, match=said):
+def test_an_evaluation_of_another_kind_of_file_says_so(tmp_path):
+    (tmp_path / "set.jsonl").write_text('{"q": "a", "a": "b"}\n')
+    with pytest.raises(config_lib.ConfigError, match="lacks question, answer; it has q, a"):
         evaluate([f"--model={write_model(tmp_path)}"], tmp_path / "out", data__validation=f"gsm8k:{tmp_path}/set.jsonl")
 
 
@@ -59,11 +54,9 @@ def test_a_run_that_is_not_there_is_compared_with_its_neighbours(tmp_path):
 
 def test_a_model_that_numbers_tokens_otherwise_is_refused(tmp_path):
     mine, other, step = tmp_path / "mine", tmp_path / "other", tmp_path / "run" / "checkpoints" / "1"
-    for folder in (mine, other):
-        small_tokenizer.write(folder)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 9999, "content": "<new>"})
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for folder, last in ((mine, "b"), (other, "c")):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, last: 1}}}))
     step.mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(json.dumps({"config": {"model.path": str(mine)}}))
     runs.require_vocabulary(step, mine)
@@ -94,8 +87,7 @@ def test_a_teacher_of_solutions_wants_its_file(capsys):
 
 
 def test_the_learner_of_the_benchmarks_is_made(tmp_path):
-    config = common.get_config()
-    assert exchange.make_learner(exchange.MODELS["tiny"], config, tmp_path).policy
+    assert exchange.make_learner(exchange.MODELS["tiny"], common.get_config(), tmp_path).policy
 
 
 @pytest.mark.parametrize("name", ["demo", "env", "test", "train_gpu", "vllm_env"])
@@ -106,7 +98,7 @@ def test_help_of_a_script_does_nothing_but_print(name, tmp_path):
     assert done.stdout.splitlines()[0] == script.read_text().splitlines()[1].removeprefix("# ")
 
 
-@pytest.mark.parametrize("text", ["-1", "x", "1.5", ""])
-def test_a_number_of_trees(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="expected a whole number, 0 or more, found"):
-        forest.natural(text)
+def test_a_number_of_trees():
+    for text in ("-1", "x", "1.5", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a whole number, 0 or more, found"):
+            forest.natural(text)

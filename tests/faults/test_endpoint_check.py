@@ -5,14 +5,12 @@ import socket
 import pytest
 
 from configs import common
-from deepgrpo import config as config_lib
-from deepgrpo import preflight, train
+from deepgrpo import preflight
 from deepgrpo.endpoint import check
-from deepgrpo.telemetry import metrics as metrics_lib
 from tests.faults import behaviours
 from tests.faults.behaviours import KWARGS, SECRET, body, refuses
+from tests.faults.conftest import begin
 from tests.faults.scripted_endpoint import MODEL, Endpoint, right
-from tests.test_train import command
 
 
 @pytest.fixture
@@ -90,7 +88,7 @@ def test_the_endpoints_own_words_and_the_key_that_helps(config, monkeypatch, cha
 
 
 def test_an_endpoint_that_is_busy_or_unwilling_gives_a_warning(config, monkeypatch):
-    monkeypatch.setattr(check, "SECONDS", 4.0)
+    monkeypatch.setattr(check, "SECONDS", 2.5)
     for chat in (behaviours.silent, refuses("slow down", 429, Retry_After="60"), behaviours.COMMON["refusal"][0]):
         with Endpoint(chat) as endpoint:
             [finding] = found(config, endpoint.base_url)
@@ -156,19 +154,9 @@ def test_silent_endpoints_of_both_are_named_within_one_limit(config, monkeypatch
     assert preflight.endpoint_problems(config) == []
 
 
-def test_a_run_is_refused_or_goes_on_saying_why(student, tmp_path, monkeypatch):
-    """The parameter is refused from the start; then only after the check, in the middle of training."""
+def test_a_run_is_refused_before_it_starts(student, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
-    with Endpoint(refuses(KWARGS)) as endpoint:
-        keys = {"teacher__base_url": endpoint.base_url, "teacher__model": MODEL, "train__steps": 2, "validation__every": 0}
-        main = lambda: train.main(*config_lib.from_command_line(command(tmp_path, **keys)[2:]))  # noqa: E731
+    with Endpoint(refuses(f"{KWARGS} {SECRET}")) as endpoint:
         with pytest.raises(SystemExit, match="(?s)Unrecognized request argument.*--config.teacher.enable_thinking=unset"):
-            main()
-        endpoint.asked.clear()
-        endpoint.behave = lambda e: right(e) if e.ordinal < 1 else refuses(f"{KWARGS} {SECRET}")(e)
-        main()
-    log = next(tmp_path.glob("*/log.txt")).read_text()
-    assert log.count("--config.teacher.enable_thinking=unset") == 2, "the first refusal, and the breaker"
-    assert SECRET not in log
-    last = metrics_lib.read(next(tmp_path.glob("*/metrics.jsonl")))[-1]
-    assert last["teacher/available"] == last["teacher_worker/total_attempted"] == 0 < last["teacher_worker/held_back"]
+            begin(tmp_path, teacher__base_url=endpoint.base_url, teacher__model=MODEL)
+    assert not any(SECRET in path.read_text() for path in tmp_path.rglob("*.*"))

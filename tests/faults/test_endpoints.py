@@ -24,7 +24,7 @@ from deepgrpo.weights import hf
 from tests.faults.behaviours import COMMON, KWARGS, ODD, SECRET, choice, refuses, usage
 from tests.faults.scripted_endpoint import MODEL, Endpoint, right
 
-PROBLEMS, SAMPLES = 4, 4
+PROBLEMS, SAMPLES = 4, 2
 LATER = 10_000  # steps: longer than anything is held back
 
 
@@ -58,12 +58,7 @@ class Loop:
     def __init__(self, failed, endpoint: Endpoint, folder: pathlib.Path, stack: contextlib.ExitStack, **teacher):
         tokenizer, groups = failed
         config = experiment.get_config()
-        keys = {
-            "base_url": endpoint.base_url,
-            "model": MODEL,
-            "timeout": 60.0,
-            "max_concurrent": 8,
-        } | teacher
+        keys = {"base_url": endpoint.base_url, "model": MODEL, "timeout": 60.0, "max_concurrent": 8} | teacher
         config.teacher.update(keys)
         self.forest, self.step, self.endpoint = create(config), 1, endpoint
         self.worker = open_teacher(
@@ -90,10 +85,8 @@ class Loop:
         """The endpoint works again: drains until nothing waits."""
         self.endpoint.behave = right
         client = self.worker._annotator._client
-        client._quiet_until, client._section.timeout = (
-            0.0,
-            60.0,
-        )  # the hour that was asked for has passed, and a busy host has time
+        client._quiet_until = 0.0  # the hour that was asked for has passed
+        client._section.timeout = 60.0  # a busy host has time
         for _ in range(200):
             if (metrics := self.drain())["teacher_worker/total_attempted"] == PROBLEMS * SAMPLES:
                 break
@@ -105,6 +98,7 @@ class Loop:
 def loop(failed, tmp_path, monkeypatch):
     monkeypatch.setattr(client_lib, "Client", functools.partial(Client, sleep=soon))
     monkeypatch.setattr(breaker, "SECONDS", 0.01)
+    monkeypatch.setattr(transport, "BODY_LIMIT", 1 << 20)  # so that what has no end costs little
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the machine's proxy is not for its own traffic
     with contextlib.ExitStack() as stack:
@@ -120,7 +114,7 @@ def without_faults(failed, tmp_path_factory):
     with contextlib.ExitStack() as stack:
         loop = Loop(failed, stack.enter_context(Endpoint()), tmp_path_factory.mktemp("clean"), stack)
         metrics = loop.recover()
-    assert metrics["teacher_suffix/accepted"] > 10
+    assert metrics["teacher_suffix/accepted"] > 5
     return accepted(metrics)
 
 

@@ -1,9 +1,8 @@
 """Signals and streams: none of them loses a step, and what only shows the run never ends it.
 
-Four lives of one run, each with several of them; what came of each is in the run's folder.
+Two lives of one run, each with several of them; what came of each is in the run's folder.
 """
 
-import http.server
 import json
 import os
 import pathlib
@@ -20,6 +19,7 @@ from deepgrpo.telemetry import metrics as metrics_lib
 from deepgrpo.weights.checkpoint import Checkpoints
 from tests.conftest import ROOT
 from tests.faults.conftest import DEADLINE, arguments
+from tests.faults.scripted_endpoint import MODEL, Endpoint, right
 
 LONG = {"train__steps": 500, "checkpoint__every": 0, "telemetry__rollouts_every": 0}
 
@@ -66,51 +66,41 @@ def lives(student, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lives")
     run, said = folder / "run", {}
 
-    # A reader that has seen enough; then Ctrl-C on a launcher: twice, from the terminal and from the launcher.
-    with start(folder, subprocess.PIPE) as process:
-        assert process.stdout.readline()
-        process.stdout.close()
-        wait_for(lambda: steps(run) > 1, process)
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGTERM)
-        said["reader gone, Ctrl-C twice"] = ended(process, run)
     # A full disk under both streams and under what is only for people; then the terminal is closed.
+    run.mkdir()
     (run / "rollouts").symlink_to("/dev/full")
     (run / "tensorboard").symlink_to("/dev/full")
+    keys = {"telemetry__rollouts_every": 1, "telemetry__tensorboard": True}
+    with open("/dev/full", "w") as full, start(folder, full, full, **keys) as process:
+        wait_for(lambda: steps(run) > 1, process)
+        process.send_signal(signal.SIGHUP)
+        said["full disk, SIGHUP"] = ended(process, run)
+    # A reader that has seen enough and a closed stream of errors, in a language without UTF-8; then a scheduler's warning,
+    # Ctrl-C and a launcher's order to end.
     before = steps(run)
-    with open("/dev/full", "w") as full:
-        keys = {"telemetry__rollouts_every": 1, "telemetry__tensorboard": True}
-        with start(folder, full, full, **keys) as process:
-            wait_for(lambda: steps(run) > before + 1, process)
-            process.send_signal(signal.SIGHUP)
-            said["full disk, SIGHUP"] = ended(process, run)
-    # Neither stream is open, in a language without UTF-8; then a scheduler's warning, and its order to end.
-    before = steps(run)
-
-    def close():
-        os.close(1), os.close(2)
-
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
-    with start(folder, None, None, close, ascii_only) as process:
+    with start(folder, subprocess.PIPE, None, lambda: os.close(2), ascii_only) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
         wait_for(lambda: steps(run) > before + 1, process)
-        process.send_signal(signal.SIGUSR1)
-        process.send_signal(signal.SIGTERM)
-        said["streams closed, SIGUSR1 and SIGTERM"] = ended(process, run)
+        for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        said["reader gone, three signals"] = ended(process, run)
     return run, said
 
 
 def test_every_life_saves_its_last_step(lives):
     run, said = lives
-    assert len(said) == 3
+    assert len(said) == 2
     records = metrics_lib.read(run)
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-    assert len(json.loads((run / "config.json").read_text())["restarts"]) == 2
+    assert len(json.loads((run / "config.json").read_text())["restarts"]) == 1
 
 
 @pytest.mark.parametrize(
     ("life", "line"),
     [
-        ("reader gone, Ctrl-C twice", "standard output cannot be written .*Broken pipe"),
+        ("reader gone, three signals", "standard output cannot be written .*Broken pipe"),
         ("full disk, SIGHUP", "standard output cannot be written .*No space left on device"),
         ("full disk, SIGHUP", "TensorBoard could not be written"),
         ("full disk, SIGHUP", "rollouts could not be written"),
@@ -120,62 +110,26 @@ def test_what_was_lost_is_said_once(lives, life, line):
     assert len(re.findall(line, lives[1][life])) == 1, lives[1][life]
 
 
-class Hanging(http.server.BaseHTTPRequestHandler):
-    """A teacher that answers the check at the start, and then nobody."""
-
-    protocol_version = "HTTP/1.1"
-    asked = threading.Event()
-    over = threading.Event()
-
-    def do_GET(self):
-        self.reply({"object": "list", "data": [{"id": "teacher", "object": "model"}]})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body.get("max_tokens", 2) > 1 and body.get("max_completion_tokens", 2) > 1:
-            self.asked.set()
-            self.over.wait(DEADLINE)
-        message = {"role": "assistant", "content": "1"}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        self.reply(
-            {"id": "1", "object": "chat.completion", "created": 1, "model": "teacher", "choices": [choice], "usage": usage}
-        )
-
-    def reply(self, content):
-        text = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        pass
-
-
 def test_while_the_teacher_waits(student, tmp_path):
-    """A second trainer is refused; one order is not lost, a second one after two seconds ends the run at once."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hanging)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    keys = {"teacher__base_url": url, "teacher__model": "teacher", "teacher__timeout": 600}
-    environment = {"OPENAI_API_KEY": "EMPTY"}
-    process = start(tmp_path, subprocess.PIPE, environment=environment, **keys)
-    try:
-        wait_for(Hanging.asked.is_set, process)
-        with start(tmp_path, subprocess.PIPE, environment=environment, **keys) as second:
-            refused = second.communicate(timeout=DEADLINE)[0].decode()
-        assert second.returncode == 1 and f"run is in use by process {process.pid} on " in refused and "Traceback" not in refused
-        process.send_signal(signal.SIGTERM)
-        time.sleep(2.5)  # at least two seconds, however long they take
-        assert process.poll() is None  # the step ends when the teacher has answered
-        process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=DEADLINE)[0].decode()
-    finally:
-        process.kill()
-        Hanging.over.set()
-        server.shutdown()
-        server.server_close()
+    """One order is not lost; a second one after two seconds ends the run at once."""
+    asked, environment = threading.Event(), {"OPENAI_API_KEY": "EMPTY"}
+
+    def hanging(exchange):
+        if exchange.asked.get("max_tokens") == 1:  # the check at the start
+            return right(exchange)
+        asked.set()
+        exchange.server.endpoint.closing.wait(DEADLINE)
+
+    with Endpoint(hanging) as endpoint:
+        keys = {"teacher__base_url": endpoint.base_url, "teacher__model": MODEL, "teacher__timeout": 600}
+        process = start(tmp_path, subprocess.PIPE, environment=environment, **keys)
+        try:
+            wait_for(asked.is_set, process)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(2.5)  # at least two seconds, however long they take
+            assert process.poll() is None  # the step ends when the teacher has answered
+            process.send_signal(signal.SIGTERM)
+            output = process.communicate(timeout=DEADLINE)[0].decode()
+        finally:
+            process.kill()
     assert process.returncode == 128 + signal.SIGTERM and "stopping after this step" in output and "Traceback" not in output

@@ -146,8 +146,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.judge.replay = ""  # folder of an earlier run's replies; a request that is not in it is an error
     config.judge.token_budget = 0  # prompt plus completion tokens; 0: no budget; once spent there are no verdicts
     config.judge.money_budget = 0.0  # in the currency of the prices; 0: no budget
-    config.judge.prompt_price = 0.0  # money a million prompt tokens
-    config.judge.completion_price = 0.0  # money a million completion tokens
+    config.judge.prices = (0.0, 0.0)  # money a million prompt tokens, and a million completion tokens
 
     config.sandbox = section()  # for data sources that run code of the model's (ds1000, DSBench_data_modeling, agents)
     config.sandbox.allow_network = False  # True: run it even where it cannot be isolated, as the trainer's user, with the network
@@ -173,11 +172,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.curriculum.suffix_sft = "off"  # forest, of teacher_loss=sft: off | epoch_local | post_step (curriculum/suffix_sft.py)
 
     config.branches = section()  # continuations from the middle of a response, a stream of their own (objective.branch_lambda)
-    config.branches.segment_method = "tp"  # where a response may be branched, after each: sp sentence | tp tokens | fp equal part
+    config.branches.segment_method = (
+        "tp"  # where a response may be branched, after each: sp sentence | tp tokens | fp equal fifths
+    )
     config.branches.tokens_per_node = 50  # tp: tokens of a segment
-    config.branches.n_segments = 5  # fp: segments of a response
-    config.branches.choose_by = "utility"  # among the candidates: utility (P(success) times ratio^position_bias) | random
-    config.branches.position_bias = 2.0  # exponent of the position ratio: higher is deeper
     config.branches.n_branch_points = 1  # positions chosen of a response
     config.branches.branches_per_point = 8  # branches_inline: continuations of each, in the same step
     config.branches.sample_size_per_step = 32  # branches: buffered positions that a step continues
@@ -187,8 +185,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.teacher = section()
     config.teacher.enabled = True  # False: no teacher, no new states
     config.teacher.base_url = "http://127.0.0.1:8001/v1"  # OpenAI-compatible endpoint; "oracle": serve the rule-based one
-    config.teacher.oracle = "carry_chain"  # with base_url="oracle", its rule: carry_chain | arithmetic | solutions
-    config.teacher.oracle_solutions = ""  # for the rule solutions: JSONL file of question and answer
+    config.teacher.oracle = "carry_chain"  # its rule: carry_chain | arithmetic | solutions:FILE (JSONL of question and answer)
     config.teacher.oracle_error_rate = 0.0  # share of its replies in which a digit is wrong
     config.teacher.model = "Qwen/Qwen3.5-27B-GPTQ-Int4"  # served model name
     config.teacher.api_key_env = "OPENAI_API_KEY"  # environment variable that holds the key
@@ -205,8 +202,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.teacher.replay = ""  # folder of an earlier run's replies; a request that is not in it is an error
     config.teacher.token_budget = 0  # prompt plus completion tokens; 0: no budget
     config.teacher.money_budget = 0.0  # in the currency of the prices; 0: no budget
-    config.teacher.prompt_price = 0.0  # money a million prompt tokens
-    config.teacher.completion_price = 0.0  # money a million completion tokens
+    config.teacher.prices = (0.0, 0.0)  # money a million prompt tokens, and a million completion tokens
 
     config.objective = section()
     config.objective.advantage = "group_mean"  # r - mean(group) | grpo_std: over the group's deviation | rloo: r - mean(others)

@@ -36,7 +36,7 @@ def get_config(task: str = "arithmetic") -> ml_collections.ConfigDict:
         config.data.template = "gsm8k"
         config.data.origin = "save train.jsonl and test.jsonl of the grade-school-math repository under these names"
         config.data.max_prompt_length, config.rollout.max_model_len = 256, 384
-        config.teacher.oracle, config.teacher.oracle_solutions = "solutions", "data/gsm8k_train.jsonl"
+        config.teacher.oracle = "solutions:data/gsm8k_train.jsonl"
     else:
         raise ValueError(f"no task {task!r}; expected arithmetic or gsm8k")
     config.learner.buckets = (config.rollout.max_model_len,)

@@ -312,13 +312,13 @@ def teacher_work(config: Any, work: Work, groups: list, steps: int | None, notes
     instructions = len(plain_prompt("", "")) / CHARACTERS_PER_TOKEN
     asked = sum(number * (instructions + work.prompt + response) for number, response in corrections)
     answered = sum(number * min(response, teacher.max_tokens or math.inf) for number, response in corrections)
-    money = (asked * teacher.prompt_price + answered * teacher.completion_price) / 1e6
+    money = (asked * teacher.prices[0] + answered * teacher.prices[1]) / 1e6
     a_step = {"corrections": count, "prompt_tokens": asked, "completion_tokens": answered, "money": money}
     budgets = [(teacher.token_budget, asked + answered), (teacher.money_budget, money)]
     lasts = [budget / spent for budget, spent in budgets if budget and spent]
     notes.append(f"{work.failure_share:.0%} of the responses fail, and a correction is as long as a response")
-    if teacher.base_url != ORACLE and not (teacher.prompt_price or teacher.completion_price):
-        notes.append("the teacher's tokens cost nothing: neither teacher.prompt_price nor teacher.completion_price is set")
+    if teacher.base_url != ORACLE and not any(teacher.prices):
+        notes.append("the teacher's tokens cost nothing: teacher.prices is not set")
     if config.objective.teacher_update == "post_ppo":
         notes.append("the learner's optimizer steps on the teacher's tokens alone are not counted")
     return {

@@ -82,8 +82,8 @@ def test_what_prepare_prints_can_be_given_to_a_training(tmp_path, capsys):
 
 def test_a_teacher_of_solutions_wants_its_file(capsys):
     with pytest.raises(SystemExit):
-        oracle.main(["--rule=solutions", "--port=0"])
-    assert "--solutions=: no such file" in capsys.readouterr().err
+        oracle.main(["--rule=solutions:absent", "--port=0"])
+    assert "no rule 'solutions:absent'; expected" in capsys.readouterr().err
 
 
 def test_the_learner_of_the_benchmarks_is_made(tmp_path):

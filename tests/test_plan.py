@@ -42,7 +42,7 @@ def test_shapes_of_known_models_have_the_published_number_of_parameters(name, pa
 
 def test_a_run_is_planned_before_anything_is_downloaded():
     nowhere = ("--config.model.path=nowhere/model", "--config.model.origin=Qwen/Qwen2.5-Math-1.5B")
-    found = planned(*MATH, *nowhere, "--config.teacher.prompt_price=0.5")
+    found = planned(*MATH, *nowhere, "--config.teacher.prices=0.5,0")
     memory, learner, rollout = found["memory"], found["learner"], found["rollout"]
     assert found["model"]["parameters"] == 1_543_714_304
     assert memory["bytes"] == sum(memory["bytes_by_part"].values()) and memory["fits"]

@@ -28,7 +28,7 @@ PACKAGES = (
     *("ml-collections", "openai", "httpx", "math-verify", "pyarrow"),
 )
 
-ENDPOINT = "base_url api_key_env timeout max_concurrent replay token_budget money_budget prompt_price completion_price"
+ENDPOINT = "base_url api_key_env timeout max_concurrent replay token_budget money_budget prices"
 HARMLESS = {  # by section, the keys that a resumed run may change, as they do not reach the parameters; *: all
     "": "run_dir compilation_cache requires_accelerator",
     "train": "epochs steps student_tokens",

@@ -256,8 +256,8 @@ def endpoint_rules(name: str, endpoint: config_dict.ConfigDict) -> Iterator[str]
         yield f"{name}.model: expected the name of the model that the endpoint serves"
     if not endpoint.temperatures:
         yield f"{name}.temperatures: expected at least one temperature"
-    if endpoint.money_budget and not endpoint.prompt_price + endpoint.completion_price:
-        yield f"{name}.money_budget needs prices: {name}.prompt_price, {name}.completion_price"
+    if len(endpoint.prices) != 2 or (endpoint.money_budget and not any(endpoint.prices)):
+        yield f"{name}.prices: expected two, of a million prompt and completion tokens; {name}.money_budget needs them above 0"
     if endpoint.replay and not pathlib.Path(endpoint.replay).is_dir():
         yield f"{name}.replay: expected the folder of an earlier run's replies (<run>/{name}); it does not exist"
 
@@ -266,10 +266,8 @@ def oracle_rules(c: config_dict.ConfigDict) -> Iterator[str]:
     teacher = c.teacher
     if teacher.base_url != ORACLE:
         return
-    if teacher.oracle != "solutions" and any(name.partition(":")[0] != teacher.oracle for name in c.data.train):
+    if not teacher.oracle.startswith("solutions") and any(name.partition(":")[0] != teacher.oracle for name in c.data.train):
         yield "teacher.oracle only knows its own questions; set it to that of data.train, or teacher.base_url to an endpoint"
-    if (teacher.oracle == "solutions") != bool(teacher.oracle_solutions):
-        yield "teacher.oracle=solutions needs teacher.oracle_solutions, its file of questions and answers; others take none"
 
 
 def curriculum_rules(c: config_dict.ConfigDict) -> Iterator[str]:

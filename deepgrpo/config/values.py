@@ -31,14 +31,12 @@ CHOICES = {
     "loop": ("reasoning", "treerl"),
     "teacher.enable_thinking": ("true", "false", "unset"),
     "judge.enable_thinking": ("true", "false", "unset"),
-    "teacher.oracle": ("carry_chain", "arithmetic", "solutions"),
     "curriculum.pool": pools.POOLS,
     "curriculum.injection_mode": ("add", "replace"),
     "curriculum.failures": ("all", "longest_prefix"),
     "curriculum.cut": ("teacher", "own", "random", "solution"),
     "curriculum.suffix_sft": ("off", "epoch_local", "post_step"),
     "branches.segment_method": ("sp", "tp", "fp"),
-    "branches.choose_by": ("utility", "random"),
     "objective.advantage": ("group_mean", "grpo_std", "rloo"),
     "objective.zero_gradient_rows": ("drop", "keep"),
     "objective.overlong": ("none", "mask", "soft"),
@@ -63,7 +61,7 @@ POSITIVE = {  # by section, the keys that must be more than 0
     "judge": "attempts timeout max_concurrent",
     "teacher": "attempts timeout max_concurrent",
     "curriculum": "min_remaining_tokens retire_after",
-    "branches": "tokens_per_node n_segments n_branch_points sample_size_per_step batch_threshold",
+    "branches": "tokens_per_node n_branch_points sample_size_per_step batch_threshold",
     "treerl": "M N T",
     "objective": "clip_high luffy_gamma snis_beta",
     "optim": "lr grad_clip mini_batch_prompts ppo_epochs",
@@ -89,7 +87,6 @@ INTERVALS = {  # other exceptions, as mathematics writes them
     "teacher.min_prefix_match_ratio": "[0, 1]",
     "teacher.oracle_error_rate": "[0, 1]",
     "curriculum.injection_ratio": "(0, 1]",
-    "branches.position_bias": "(-inf, inf)",
     "branches.branches_per_point": "[2, inf)",
     "objective.clip_low": "(0, 1)",
     "objective.clip_c": "(1, inf)",
@@ -109,6 +106,9 @@ def wrong(key: str, value: Any) -> str:
         near = difflib.get_close_matches(str(value), CHOICES[key], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         return "" if value in CHOICES[key] else f"expected one of {', '.join(CHOICES[key])}{hint}"
+    if key == "teacher.oracle":
+        known = value in ("carry_chain", "arithmetic") or re.fullmatch("solutions:.+", value)
+        return "" if known else "expected carry_chain, arithmetic, or solutions:FILE with a JSONL of question and answer"
     if key in ("data.train", "data.validation", "data.selection"):
         return "; ".join(text for name in value if (text := wrong_set(name)))
     items, interval = value if isinstance(value, tuple) else (value,), INTERVALS.get(key, "[0, inf)")

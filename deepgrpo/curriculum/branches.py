@@ -58,7 +58,7 @@ class Branches(Curriculum):
         super().__init__(config)
         self.max_model_len, self.points_per_response = config.rollout.max_model_len, config.branches.n_branch_points
         self.partition = create_partition(config)
-        self.model = PivotModel(config.branches.choose_by, config.branches.position_bias)
+        self.model = PivotModel()
 
     def points(self, groups: Sequence[Group], step: int) -> list[BranchPoint]:
         """Branch points of the data set's groups, response by response. One without a verdict has none: nobody knows whether it

@@ -73,7 +73,7 @@ def create_partition(config: ml_collections.ConfigDict) -> Partition:
     """From the whole configuration; loads the tokenizer only where the method needs it."""
     keys = config.branches
     stop_ids = (full_stop_id(load_tokenizer(config.model.path)),) if keys.segment_method == "sp" else ()
-    return Partition(keys.segment_method, keys.tokens_per_node, keys.n_segments, stop_ids)
+    return Partition(keys.segment_method, keys.tokens_per_node, stop_ids=stop_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 class PivotModel:
     """Chooses pivots by P(success | rho) * rho^gamma, with P learned from what branches came to.
 
-    choosing: utility, or random (uniformly among the candidates). gamma: branches.position_bias.
+    choosing: utility, or random (uniformly among the candidates). gamma: exponent of the position; higher is deeper.
     model: of P: logistic in rho, or uniform (P = 1), for comparisons with the reference.
     window: newest labels that P is fitted to.
 

@@ -37,12 +37,12 @@ def data_problems(config: Any) -> list[Finding]:
                 names, file = ", ".join(map(repr, unknown)), spec.partition(":")[2]
                 what = f"data: {file}, {listed(numbers)}: no grader for data_source {names}"
                 findings.append(Finding(what, remedy_for(unknown, rubric)))
-    solutions = config.teacher.oracle_solutions
+    solutions = config.teacher.oracle.partition(":")[2]
     if solutions:
         try:
             tables.read(solutions, {"question": TEXT, "answer": TEXT})
         except FileNotFoundError:
-            absent.append(f"{solutions} (teacher.oracle_solutions)")
+            absent.append(f"{solutions} (teacher.oracle)")
         except DataError as error:
             findings.append(_finding(error))
     if absent:

@@ -22,7 +22,7 @@ class Budget:
     def __init__(self, counts: Counter, section: ml_collections.ConfigDict):
         """counts: shared with the client. section: of the endpoint; its limits are 0 for none, its prices of a million tokens."""
         self._counts, self._tokens, self._money = counts, section.token_budget, section.money_budget
-        self._prices = Cost(section.prompt_price / 1e6, section.completion_price / 1e6)
+        self._prices = Cost(*(price / 1e6 for price in section.prices))
         self._reserved: list[Cost] = []
         self._dearest = 0  # completion tokens of the longest reply so far
 

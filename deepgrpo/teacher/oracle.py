@@ -42,13 +42,10 @@ class Oracle:
         rule: str | Correct,
         *,
         port: int = 0,
-        solutions: str = "",
         error_rate: float = 0.0,
         seed: int = 0,
     ):
-        if isinstance(rule, str) and rule not in RULES:
-            raise ValueError(f"no rule {rule!r}; there are {', '.join(RULES)}")
-        self.correct = RULES[rule](solutions) if isinstance(rule, str) else rule
+        self.correct = find_rule(rule) if isinstance(rule, str) else rule
         self.error_rate, self.seed = error_rate, seed
         self.requests = 0
         self.closing = threading.Event()
@@ -278,11 +275,19 @@ def _after(locked: str, solution: str) -> str | None:
     return solution[len(locked) :] if solution.startswith(locked) else None
 
 
-RULES: dict[str, Callable[[str], Correct]] = {  # each takes --solutions' path, which only one needs
+RULES: dict[str, Callable[[str], Correct]] = {  # each takes what follows its colon
     "carry_chain": lambda path: correct_carry_chain,
     "arithmetic": lambda path: correct_arithmetic,
     "solutions": solutions_rule,
 }
+
+
+def find_rule(name: str) -> Correct:
+    """name: carry_chain | arithmetic | solutions:FILE. Raises ValueError for another, or without the file."""
+    rule, _, file = name.partition(":")
+    if rule not in RULES or (rule == "solutions") != bool(file) or (file and not pathlib.Path(file).is_file()):
+        raise ValueError(f"no rule {name!r}; expected carry_chain, arithmetic or solutions:FILE, a JSONL of question and answer")
+    return RULES[rule](file)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -290,14 +295,14 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m deepgrpo.teacher.oracle",
         description="Serves a rule-based teacher on the loopback interface, OpenAI-compatible.",
     )
-    parser.add_argument("--rule", choices=sorted(RULES), required=True)
+    parser.add_argument("--rule", required=True, help="carry_chain | arithmetic | solutions:FILE, a JSONL of question and answer")
     parser.add_argument("--port", type=int, default=8001)
-    parser.add_argument("--solutions", default="", help="JSONL of question and answer, for --rule solutions")
     parser.add_argument("--error-rate", type=float, default=0.0, help="share of corrections with a wrong digit")
     options = parser.parse_args(arguments)
-    if options.rule == "solutions" and not pathlib.Path(options.solutions).is_file():
-        parser.error(f"--solutions={options.solutions}: no such file; --rule solutions needs a JSONL of question and answer")
-    served = Oracle(options.rule, port=options.port, solutions=options.solutions, error_rate=options.error_rate)
+    try:
+        served = Oracle(options.rule, port=options.port, error_rate=options.error_rate)
+    except ValueError as error:
+        parser.error(str(error))
     with served as oracle:
         print(f"serving {options.rule} at {oracle.base_url} (model {MODEL}); Ctrl-C ends it", flush=True)
         try:

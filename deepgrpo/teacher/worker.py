@@ -439,7 +439,7 @@ def open_teacher(
     """
     teacher = config.teacher
     if teacher.base_url == "oracle":  # also when replaying, where nobody asks it: a request's key must stay the same
-        rule = {"solutions": teacher.oracle_solutions, "error_rate": teacher.oracle_error_rate, "seed": config.seed}
+        rule = {"error_rate": teacher.oracle_error_rate, "seed": config.seed}
         served = stack.enter_context(oracle.Oracle(teacher.oracle, **rule))
         config = config.copy_and_resolve_references()
         config.teacher.base_url, config.teacher.model = served.base_url, oracle.MODEL

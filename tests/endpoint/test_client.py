@@ -87,7 +87,7 @@ def test_deadline_covers_tries_and_pauses():
 
 def test_budget_is_exceeded_by_no_more_than_what_is_in_flight():
     scripted = Scripted([completion("ok", 10, 5)])
-    client = scripted.client(token_budget=100, max_concurrent=4, prompt_price=2e6, completion_price=4e6)
+    client = scripted.client(token_budget=100, max_concurrent=4, prices=(2e6, 4e6))
     results = run(*(lambda i=i: client.ask(f"q{i}", ok) for i in range(40)))
     metrics = client.metrics()
     assert 100 <= metrics["teacher/tokens"] <= 100 + 4 * 15

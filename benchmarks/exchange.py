@@ -82,17 +82,7 @@ def measure(name: str, route: str, dtype: str, python: str, publications: int) -
         config.objective.kl_coef, config.learner.buckets, config.learner.micro_batch_tokens = 0.0, (128,), 1024
         learner = make_learner(model, config, folder)
         prompts = [as_ids(jax.random.randint(jax.random.key(i), (24,), 2, model.vocab_size)) for i in range(8)]
-        engine, publish = open_vllm(
-            config,
-            stack,
-            learner=learner,
-            model_config=model,
-            num_real_ids=model.vocab_size,
-            prompts=prompts,
-            sampling=Sampling(1.0, 1.0, -1, (1,), 256),
-            version=0,
-            run=folder,
-        )
+        engine, publish = open_vllm(config, stack, learner, prompts, Sampling(1.0, 1.0, -1, (1,), 256), 0, folder)
         move = jax.jit(lambda tree, size: jax.tree.map(lambda x: x + size * jnp.sign(x), tree), donate_argnums=0)
         records, copies = [], []
         for version in range(1, publications + 1):

@@ -161,17 +161,8 @@ def measure(model_name: str, python: str, repeats: int) -> dict[str, list[dict[s
         config.vllm.python, config.rollout.max_model_len, config.objective.kl_coef = python, MAX_MODEL_LEN, 0.0
         config.learner.buckets, config.learner.micro_batch_tokens = (MAX_MODEL_LEN,), 8 * MAX_MODEL_LEN
         learner = make_learner(model, config, folder)
-        engine, _ = open_vllm(
-            config,
-            stack,
-            learner=learner,
-            model_config=model,
-            num_real_ids=model.vocab_size,
-            prompts=[as_ids(ids) for ids in prompts(model.vocab_size)],
-            sampling=Sampling(1.0, 1.0, -1, (), MAX_MODEL_LEN),
-            version=0,
-            run=folder,
-        )
+        texts = [as_ids(ids) for ids in prompts(model.vocab_size)]
+        engine, _ = open_vllm(config, stack, learner, texts, Sampling(1.0, 1.0, -1, (), MAX_MODEL_LEN), 0, folder)
         replica = engine.fleet.replicas[0]
         vllm = ours(
             engine,

@@ -71,8 +71,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.engine = "native"  # native (JAX, in process) | vllm (HTTP server)
     config.rollout.n = 8  # rollouts a dataset prompt (G)
     config.rollout.temperature = 1.0  # > 0
-    config.rollout.top_p = 1.0  # only 1: the learner's log-probs are of the whole distribution
-    config.rollout.top_k = -1  # only -1 (off), likewise
     config.rollout.max_model_len = 1024  # tokens of prompt plus response
     config.rollout.dynamic_sampling = 0  # most rounds of further prompts until batch_size groups have a contrast; 0: off
     config.rollout.dynamic_on_cap = "train"  # with too few of them after the last round: train (on what there is) | skip
@@ -87,29 +85,16 @@ def get_config() -> ml_collections.ConfigDict:
     config.vllm.python = ".venv-vllm/bin/python"  # of the environment that launch/vllm_env.sh makes
     config.vllm.servers = 1  # servers to start, each with the whole model
     config.vllm.attach = ()  # URLs of servers that run already; none is started then
-    config.vllm.token_env = "DEEPGRPO_VLLM_TOKEN"  # environment variable that holds the token of those
-    config.vllm.host = "127.0.0.1"  # address that `python -m deepgrpo.serve` listens on; 0.0.0.0: every one of the host's
-    config.vllm.port = 8100  # of its first server, the others count up
     config.vllm.tensor_parallel = 1  # GPUs a server
     config.vllm.gpu_ids = ()  # GPUs of the servers, one server's after the other's; (): those that are visible
     config.vllm.gpu_memory_utilization = 0.9  # share of a GPU's memory that a server takes
     config.vllm.max_num_seqs = 256  # samples that a server decodes at once
-    config.vllm.max_concurrent = 64  # requests in flight at one server, each with all samples of a prompt
-    config.vllm.block_size = 32  # tokens of a prefix-cache block
-    config.vllm.dtype = ""  # of the engine's weights: bfloat16 | float32; "": model.dtype
     config.vllm.extra_args = ()  # further options of vLLM's server, "--name=value" each
     config.vllm.request_deadline = 120.0  # seconds without a token after which a server that has requests counts as hung; >= 10
-    config.vllm.control_deadline = 60.0  # seconds for a short call: version, cache, probe
-    config.vllm.load_deadline = 120.0  # seconds to load new weights
-    config.vllm.start_deadline = 600.0  # seconds until a server is ready, from its start or before it is attached to
-    config.vllm.self_test = 64  # rollouts that the learner scores at the start; 0: none
 
     config.weights = section()  # from the learner to vLLM
     config.weights.route = "orbax"  # orbax (sharded; the learner may be on several hosts) | direct (learner on one host)
     config.weights.folder = ""  # of snapshots: fast, and shared with the servers' hosts; "": in memory, else in the run folder
-    config.weights.keep = 1  # newest snapshots kept that all servers have acknowledged
-    config.weights.attempts = 2  # loads of one snapshot before a server is restarted on it
-    config.weights.tolerance = 0.0  # mean |log-prob difference| that a proof may show; 0: by dtype
 
     config.loop = "reasoning"  # how a prompt becomes scored rollouts: reasoning | treerl (a baseline: loops/)
 

@@ -156,7 +156,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
         "grader": grader_version(),
         "rubric": json.loads(json.dumps(dataclasses.asdict(rubric))),
         "engine": engine_version(config),
-        "dtype": (rollout.engine == "vllm" and config.vllm.dtype) or config.model.dtype,
+        "dtype": config.model.dtype,
     }
     if templates.prints_date(data.template, tokenizer):
         protocol["date"] = date
@@ -272,9 +272,7 @@ def open_policy(config, step, stack: contextlib.ExitStack, vocabulary, sampling:
     policy = fixed.FixedPolicy(model_config, params, dtype, real, temperature)
     plain = Sampling(temperature, 1.0, -1, sampling.stop_ids, sampling.max_model_len)  # what log-probs are compared under
     version = int(step.name) if step else 0
-    shape = dict(model_config=model_config, num_real_ids=real, prompts=prompts, sampling=plain, version=version, run=out)
-    engine, _ = open_engine(config, stack, learner=policy, **shape)
-    return engine
+    return open_engine(config, stack, policy, prompts, plain, version, out)[0]
 
 
 def parse(argv: Sequence[str]) -> tuple:

@@ -269,8 +269,7 @@ def learner_work(config: Any, model: ModelConfig, mini_batches: list[list[Row]],
 def rollout_work(config: Any, model: ModelConfig, groups: list, device: str, mesh: dict, bandwidth_share: float) -> dict:
     """Sampled tokens of a step, bytes of keys and values, and seconds if nothing but memory bandwidth limits decoding."""
     vllm, limit = config.vllm, config.rollout.max_model_len
-    dtype = vllm.dtype or config.model.dtype if config.rollout.engine == "vllm" else config.model.dtype
-    size = jnp.dtype(dtype).itemsize
+    size = jnp.dtype(config.model.dtype).itemsize
     sampled = [(n, prompt, response) for n, prompt, response, stream in groups if stream != TEACHER]
     sequences, tokens = sum(n for n, _, _ in sampled), sum(n * response for n, _, response in sampled)
     token = 2 * model.num_layers * model.num_kv_heads * model.head_size * size

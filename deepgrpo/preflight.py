@@ -20,6 +20,7 @@ from deepgrpo.config.rules import ORACLE, settings_problems
 from deepgrpo.data.check import data_problems
 from deepgrpo.endpoint import check as endpoint_check
 from deepgrpo.rewards.check import reward_problems
+from deepgrpo.rollout.vllm_server import TOKEN
 from deepgrpo.weights import model_folder, run_folder
 
 # What the drivers of NVIDIA (also in WSL), AMD and TPU leave behind; asking JAX would start its backends.
@@ -83,10 +84,10 @@ def engine_problems(config: config_dict.ConfigDict) -> list[Finding]:
     if not vllm.attach:
         native = "; without vLLM: --config.rollout.engine=native"
         return [finding._replace(remedy=finding.remedy + native) for finding in vllm_python_problems(config)]
-    if os.environ.get(vllm.token_env):
+    if os.environ.get(TOKEN):
         return []
-    remedy = f"export {vllm.token_env}=TOKEN, the one that the servers of vllm.attach were started with"
-    return [Finding(f"vLLM: environment variable {vllm.token_env} is not set", remedy)]
+    remedy = f"export {TOKEN}=TOKEN, the one that the servers of vllm.attach were started with"
+    return [Finding(f"vLLM: environment variable {TOKEN} is not set", remedy)]
 
 
 def vllm_python_problems(config: config_dict.ConfigDict) -> list[Finding]:

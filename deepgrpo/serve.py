@@ -5,12 +5,13 @@
     python -m deepgrpo.train --config=configs/math_1p5b.py --config.rollout.engine=vllm --config.vllm.attach=http://HOST:8100
 
 Both take the same configuration, so that names, types and lengths agree; `serve` reads its sections model, rollout, vllm and
-weights. vllm.servers=2 with vllm.gpu_ids=4,5 starts two servers, at ports 8100 and 8101; `serve` prints what to attach to.
-On another host set vllm.host=0.0.0.0, in a network that you trust (the token travels in plain HTTP), and weights.folder
-to a folder that both hosts see under the same path. A server that dies is started again in its place, with the weights that
-`serve` began with; the training gives it the present ones. Ctrl-C or SIGTERM ends all of them.
+weights. vllm.servers=2 with vllm.gpu_ids=4,5 starts two servers, at --port (8100) and the next one; `serve` prints what to
+attach to. On another host add --host=0.0.0.0, in a network that you trust (the token travels in plain HTTP), and set
+weights.folder to a folder that both hosts see under the same path. A server that dies is started again in its place, with the
+weights that `serve` began with; the training gives it the present ones. Ctrl-C or SIGTERM ends all of them.
 """
 
+import argparse
 import concurrent.futures
 import contextlib
 import logging
@@ -20,16 +21,17 @@ import shutil
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 
 import jax
 
 from deepgrpo import config as config_lib
 from deepgrpo.config import flags
 from deepgrpo.preflight import vllm_python_problems
-from deepgrpo.rollout.vllm_server import VllmServerError
+from deepgrpo.rollout.vllm_server import START_SECONDS, TOKEN, VllmServer, VllmServerError
 from deepgrpo.telemetry.log import close_log, open_log
 from deepgrpo.weights import model_folder
-from deepgrpo.weights.engines import serving_model, start_server
+from deepgrpo.weights.engines import serving_model
 from deepgrpo.weights.run_folder import weights_root
 
 LOOK_SECONDS = 2.0  # between two looks at the servers
@@ -37,15 +39,15 @@ LOOK_SECONDS = 2.0  # between two looks at the servers
 log = logging.getLogger("deepgrpo.serve")  # by its name: __name__ is __main__ here
 
 
-def main(config, line) -> int:
+def main(config, host: str, port: int) -> int:
     """Returns the exit status once it was told to stop (0), or a server could not be started (1)."""
     folder = pathlib.Path(config.run_dir, config.name, "serve")
     with config_lib.Setup(f"serve {config.name} cannot start", folder / "log.txt") as setup, contextlib.ExitStack() as stack:
-        keys, token = config.vllm, os.environ.get(config.vllm.token_env, "")
+        token = os.environ.get(TOKEN, "")
         problems = vllm_python_problems(config) + model_folder.problems(config)
         if not token:
-            what = f"environment variable {keys.token_env} is not set: the training proves with it that it may use the servers"
-            make = f'export {keys.token_env}=$(python -c "import secrets; print(secrets.token_urlsafe())")   here and there'
+            what = f"environment variable {TOKEN} is not set: the training proves with it that it may use the servers"
+            make = f'export {TOKEN}=$(python -c "import secrets; print(secrets.token_urlsafe())")   here and there'
             problems.insert(0, config_lib.Finding(what, make))
         if problems := [problem for problem in problems if problem.fatal]:
             raise config_lib.ConfigError("".join(f"\n- {what}\n  -> {remedy}" for what, remedy, _ in problems))
@@ -54,18 +56,18 @@ def main(config, line) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, lambda *_: stop.set())
         stack.callback(close_log, open_log(folder))
-        return serve(config, token, stop, setup)
+        return serve(config, host, port, token, stop, setup)
 
 
-def serve(config, token: str, stop: threading.Event, setup: config_lib.Setup) -> int:
-    keys, root = config.vllm, weights_root(config)
+def serve(config, host: str, port: int, token: str, stop: threading.Event, setup: config_lib.Setup) -> int:
+    count, root = config.vllm.servers, weights_root(config)
     model = serving_model(config, root)
-    run, dtype = pathlib.Path(config.run_dir, config.name, "serve"), keys.dtype or config.model.dtype
-    pool = concurrent.futures.ThreadPoolExecutor(keys.servers, "serve")
-    starts = []
-    for index in range(keys.servers):
-        place = {"host": keys.host, "port": keys.port + index, "token": token}
-        starts.append(pool.submit(start_server, config, index, model, root, dtype, run, **place))
+    run = pathlib.Path(config.run_dir, config.name, "serve")
+    pool = concurrent.futures.ThreadPoolExecutor(count, "serve")
+    starts = [
+        pool.submit(VllmServer.start, config, model, root, run / f"vllm-{index}.log", index, (host, port + index), token)
+        for index in range(count)
+    ]
     while not all(start.done() for start in starts):
         if stop.wait(0.2):
             log.info("told to stop while the servers were starting")
@@ -87,7 +89,7 @@ def serve(config, token: str, stop: threading.Event, setup: config_lib.Setup) ->
             for server in servers:
                 if not server.alive():
                     try:
-                        server.restart(model, keys.start_deadline)
+                        server.restart(model, START_SECONDS)
                     except VllmServerError as error:
                         log.error("%s", error)
                         return 1
@@ -95,5 +97,15 @@ def serve(config, token: str, stop: threading.Event, setup: config_lib.Setup) ->
     return 0
 
 
+def parse(argv: Sequence[str]) -> tuple:
+    """What `main` takes: the configuration, and the host and first port to listen on."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8100)
+    own, rest = parser.parse_known_args(argv[1:])
+    config, _ = config_lib.from_command_line([argv[0], *rest], ("--host=ADDRESS", "--port=NUMBER"))
+    return config, own.host, own.port
+
+
 if __name__ == "__main__":
-    flags.run(main, config_lib.from_command_line)
+    flags.run(main, parse)

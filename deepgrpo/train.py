@@ -137,7 +137,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         learner.restore_host(host["learner"])
         del arrays
     if not first:
-        store = storing(config, learner, model_config, vocabulary.bound)
+        store = storing(config, learner)
         setup.done(f"run {config.name} stopped")
         learner.follow({"save": lambda step: checkpoints.save(step, learner.state, {}), "store": store})
         return
@@ -174,18 +174,9 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     teacher.start()  # only now: it takes work at once
     stack.callback(teacher.stop)
     rollout = config.rollout
-    sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, stop_ids, rollout.max_model_len)
-    engine, publish = open_engine(
-        config,
-        stack,
-        learner=learner,
-        model_config=model_config,
-        num_real_ids=vocabulary.bound,
-        prompts=[problem.prompt_ids for problem in problems],
-        sampling=sampling,
-        version=version,
-        run=run,
-    )
+    sampling = Sampling(rollout.temperature, 1.0, -1, stop_ids, rollout.max_model_len)
+    training_prompts = [problem.prompt_ids for problem in problems]
+    engine, publish = open_engine(config, stack, learner, training_prompts, sampling, version, run)
     context = RolloutContext(engine, grading, tokenizer, sampling, config.seed, GRADING_PATIENCE * grading.deadline)
     background_context = dataclasses.replace(context, tokenizer=tokenizer_lib.load_tokenizer(config.model.path))
     greedy = with_sampling(context, temperature=config.validation.temperature, top_p=1.0, top_k=-1)
@@ -212,7 +203,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
 
     def write_log(at: int, metrics: dict[str, float], update: PendingUpdate) -> dict[str, float]:
         metrics |= update.metrics()
-        metrics |= diagnostics.rollout_mismatch(metrics, rollout.mismatch_alert, config.model.dtype, config.vllm.dtype)
+        metrics |= diagnostics.rollout_mismatch(metrics, rollout.mismatch_alert, config.model.dtype)
         metrics_file.write(at, metrics)
         progress.update(at, metrics)
         end_step()

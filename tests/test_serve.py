@@ -36,17 +36,17 @@ def model(tmp_path_factory):
     return folder / "model"
 
 
-def flags(tmp_path, model, python, port: int) -> list[str]:
+def flags(tmp_path, model, python) -> list[str]:
     values = {
         **{"name": "served", "run_dir": tmp_path, "model.path": model, "weights.folder": tmp_path / "weights"},
-        **{"rollout.engine": "vllm", "vllm.port": port, "vllm.servers": 2, "vllm.python": python},
+        **{"rollout.engine": "vllm", "vllm.servers": 2, "vllm.python": python},
     }
     return [f"--config={ROOT / 'configs' / 'carry_chain.py'}", *(f"--config.{key}={value}" for key, value in values.items())]
 
 
 def command(tmp_path, model, behaviour: str, port: int) -> list[str]:
     python = fake_vllm_process.python(tmp_path, behaviour)
-    return [sys.executable, "-m", "deepgrpo.serve", *flags(tmp_path, model, python, port)]
+    return [sys.executable, "-m", "deepgrpo.serve", f"--port={port}", *flags(tmp_path, model, python)]
 
 
 @pytest.fixture
@@ -86,11 +86,10 @@ def test_serves_until_told_to_stop_and_replaces_a_dead_server(tmp_path, model, p
 
 
 def test_says_what_is_missing(tmp_path, model, port, monkeypatch):
-    absent = flags(tmp_path, tmp_path / "model", tmp_path / "python", port)
-    config, line = config_lib.from_command_line(["serve", *absent])
+    absent = flags(tmp_path, tmp_path / "model", tmp_path / "python")
     monkeypatch.delenv("DEEPGRPO_VLLM_TOKEN", raising=False)
     with pytest.raises(config_lib.ConfigError) as error:
-        serve.main(config, line)
+        serve.main(*serve.parse(["serve.py", *absent]))
     parts = ("DEEPGRPO_VLLM_TOKEN is not set", "launch/vllm_env.sh", "model does not exist")
     assert all(part in str(error.value) for part in parts), str(error.value)  # all at once
     arguments = command(tmp_path, model, "dies", port)

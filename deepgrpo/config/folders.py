@@ -42,7 +42,7 @@ HARMLESS = {  # by section, the keys that a resumed run may change, as they do n
     **dict.fromkeys(("teacher", "judge"), ENDPOINT),
     **dict.fromkeys(("vllm", "weights", "validation", "evaluation", "checkpoint", "telemetry", "diagnostics"), "*"),
 }
-NOT_HARMLESS = ("vllm.dtype", "vllm.extra_args")
+NOT_HARMLESS = ("vllm.extra_args",)
 LENGTH = ("train.epochs", "train.steps")  # not harmless when the learning rate depends on the run's length
 RESTARTS_KEPT = 100
 

@@ -92,11 +92,6 @@ def run_rules(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "curriculum.start_from begins with a forest; set curriculum.pool=forest, or leave it empty"
     if c.model.attention == "cudnn" and c.model.dtype != "bfloat16":
         yield "cuDNN's attention is for bfloat16; set model.dtype=bfloat16, or model.attention=xla"
-    if c.rollout.top_p != 1 or c.rollout.top_k != -1:
-        yield (
-            "rollouts from a part of the distribution would bias every ratio, as the policy that is trained is the whole "
-            "distribution; set rollout.top_p=1 and rollout.top_k=-1 (a lower rollout.temperature is allowed, and trained at)"
-        )
 
 
 def replaces_none(c: config_dict.ConfigDict) -> bool:

@@ -21,10 +21,11 @@ import numpy as np
 from deepgrpo.rollout.engine import BadAnswer, OnDone, Request, Sampling, check_ids
 from deepgrpo.rollout.vllm_fleet import Fleet, Replica, Router, told
 from deepgrpo.rollout.vllm_http import GENERATE, SHOWN, VllmError, check_sampling, completions, generate_body, room, samples_asked
-from deepgrpo.rollout.vllm_server import VllmServerError
+from deepgrpo.rollout.vllm_server import BLOCK_SIZE, VllmServerError
 from deepgrpo.telemetry import waits
 from deepgrpo.types import Completion, as_ids
 
+MAX_CONCURRENT = 64  # requests in flight at one server, each with all samples of a prompt
 ATTEMPTS = 4  # of one request, on whichever servers
 CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 15.0  # between two looks at how many tokens a server has made
@@ -38,8 +39,6 @@ class VllmEngine:
 
     Args:
       num_real_ids, holes: ids that the servers may sample: below the first, which is the size of their vocabulary, but the holes.
-      block: tokens of the servers' prefix-cache blocks.
-      max_concurrent: requests in flight at one server.
       request_deadline: seconds without a token after which a server with requests hangs. clock, sleep: of these seconds.
     """
 
@@ -47,17 +46,15 @@ class VllmEngine:
         self,
         fleet: Fleet,
         num_real_ids: int,
-        block: int,
-        max_concurrent: int,
         request_deadline: float,
         holes: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
         self.fleet, self.num_real_ids, self.holes = fleet, num_real_ids, holes
-        self.max_concurrent, self.request_deadline = max_concurrent, request_deadline
+        self.request_deadline = request_deadline
         self.clock, self.sleep = clock, sleep
-        self._router = Router(block)
+        self._router = Router(BLOCK_SIZE)
         self._routed_version: int | None = None
         self._counters: collections.Counter[str] = collections.Counter()
 
@@ -123,7 +120,7 @@ class _Call:
                 self.finish(i, [Completion(as_ids([]), np.zeros(0, np.float32), "length", self.version)] * len(request.seeds))
         # Shorter prompts have longer to go; the longest tail should not begin last.
         order = sorted(with_room, key=lambda i: len(self.requests[i].prompt_ids))
-        connections = self.engine.max_concurrent * len(self.fleet.replicas)
+        connections = MAX_CONCURRENT * len(self.fleet.replicas)
         limits = httpx.Limits(max_connections=connections, keepalive_expiry=KEEP_ALIVE_SECONDS)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # `watch` decides how long an answer may take
         async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
@@ -252,7 +249,7 @@ class _Call:
                 if len(self.lost) == len(self.fleet.replicas):
                     raise VllmError(f"no vLLM server is left:\n{told(self.lost)}")
                 up = [r for r in self.fleet.replicas if r not in self.healing and r not in self.lost]
-                free = [r for r in up if self.in_flight[r] < self.engine.max_concurrent]
+                free = [r for r in up if self.in_flight[r] < MAX_CONCURRENT]
                 if free:
                     replica = self.engine._router.choose(request.prompt_ids, samples, free)
                     self.in_flight[replica] += 1

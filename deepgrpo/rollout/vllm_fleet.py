@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from deepgrpo.rollout.vllm_http import Control, Proof, VllmError, Weights, prove
-from deepgrpo.rollout.vllm_server import VllmServer, VllmServerError
+from deepgrpo.rollout.vllm_server import START_SECONDS, VllmServer, VllmServerError
 from deepgrpo.telemetry import waits
 from deepgrpo.types import Ids, as_ids
 
@@ -29,11 +29,11 @@ class PublishError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
-    """Seconds: control: one short call. load: one call that loads weights. start: a server's start, until it is ready."""
+    """Seconds. control: for a short call (version, cache, probe). load: for one that loads weights. start: until ready."""
 
-    control: float
-    load: float
-    start: float
+    control: float = 60.0
+    load: float = 300.0
+    start: float = START_SECONDS
 
 
 class Replica:
@@ -62,7 +62,7 @@ class Replica:
 class Fleet:
     """Threads may share it, but only one may publish."""
 
-    def __init__(self, servers: Sequence[VllmServer], run_id: str, deadlines: Deadlines):
+    def __init__(self, servers: Sequence[VllmServer], run_id: str, deadlines: Deadlines = Deadlines()):
         self.replicas = [Replica(index, server) for index, server in enumerate(servers)]
         self.run_id, self.deadlines = run_id, deadlines
         self.weights: Weights | None = None  # what all servers have proven to have

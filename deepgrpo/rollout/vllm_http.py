@@ -267,7 +267,6 @@ class Weights:
     probe: int32[P], a text longer than a block of the prefix cache.
     logps: float32[P - 1], the learner's log-probs of probe[1:] at temperature 1, by these weights.
     tolerance: distance (`distance`) of log-probs that two programs may have, by dtype.
-    comparable: engine and learner compute in one dtype, so that what moves the learner's numbers moves the engine's.
     """
 
     folder: pathlib.Path
@@ -275,11 +274,10 @@ class Weights:
     probe: Ids
     logps: np.ndarray
     tolerance: float
-    comparable: bool
 
     def moved_since(self, older: "Weights") -> bool:
         """Whether the learner's numbers differ so widely from the older version's that an engine's must, too."""
-        return self.comparable and older.comparable and np.mean(self.logps != older.logps) >= MOVED_SHARE
+        return np.mean(self.logps != older.logps) >= MOVED_SHARE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,13 +20,15 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
+TOKEN = "DEEPGRPO_VLLM_TOKEN"  # environment variable that holds the token of attached servers
 MODEL_NAME = "policy"  # served model name, for the paths that want one
 PLUGIN = pathlib.Path(__file__).with_name("vllm_plugin")
+START_SECONDS = 1200.0  # until a server is ready, from its start or before it is attached to; large models load slowly
+BLOCK_SIZE = 32  # tokens of a prefix-cache block
 GRACE = 15.0  # seconds between SIGTERM and SIGKILL that a server gets
 BIND_ATTEMPTS = 3  # ports tried when another process takes the chosen one first
 BACK_OFF_SECONDS = (0.0, 2.0, 8.0, 30.0)  # before the first, second, ... restart within BACK_OFF_WINDOW
@@ -60,32 +62,33 @@ class VllmServerError(RuntimeError):
 class _Settings:
     """All that a start needs but the model: kept for restarts. See `VllmServer.start`."""
 
-    python: str
-    log_path: pathlib.Path
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int
+    config: Any
+    index: int
     weights_root: pathlib.Path
-    gpu_ids: tuple[int, ...]
-    tensor_parallel: int
-    gpu_memory_utilization: float
-    block_size: int
-    host: str
-    port: int
-    extra_args: tuple[str, ...]
-    env: Mapping[str, str]
+    log_path: pathlib.Path
+    address: tuple[str, int]
+
+    def __post_init__(self):
+        python = self.config.vllm.python
+        if not os.access(python, os.X_OK):
+            raise FileNotFoundError(
+                f"{python}: no such program, expected the Python of vLLM's environment (launch/vllm_env.sh makes it)"
+            )
+        if not self.weights_root.is_dir():
+            raise FileNotFoundError(f"weights_root {self.weights_root}: no such folder, expected the parent of all snapshots")
 
     def command(self, model: pathlib.Path, port: int) -> list[str]:
+        vllm = self.config.vllm
         options = {
-            "host": self.host,
+            "host": self.address[0],
             "port": port,
             "served-model-name": MODEL_NAME,
-            "dtype": self.dtype,
-            "max-model-len": self.max_model_len,
-            "max-num-seqs": self.max_num_seqs,
-            "block-size": self.block_size,
-            "tensor-parallel-size": self.tensor_parallel,
-            "gpu-memory-utilization": self.gpu_memory_utilization,
+            "dtype": self.config.model.dtype,
+            "max-model-len": self.config.rollout.max_model_len,
+            "max-num-seqs": vllm.max_num_seqs,
+            "block-size": BLOCK_SIZE,
+            "tensor-parallel-size": vllm.tensor_parallel,
+            "gpu-memory-utilization": vllm.gpu_memory_utilization,
             "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
             "generation-config": "vllm",  # no sampling parameter comes from the model's folder
             "worker-extension-cls": "deepgrpo_worker.WeightLoader",
@@ -94,22 +97,23 @@ class _Settings:
         }
         flags = ("enable-scale-out", "enable-prefix-caching", "disable-uvicorn-access-log")  # the first opens /inference
         arguments = [f"--{name}={value}" for name, value in options.items()] + [f"--{name}" for name in flags]
-        launch = [self.python, str(PLUGIN / "deepgrpo_supervisor.py"), str(os.getpid()), str(GRACE)]
-        return [*launch, self.python, str(PLUGIN / "deepgrpo_launcher.py"), str(model), *arguments, *self.extra_args]
+        launch = [vllm.python, str(PLUGIN / "deepgrpo_supervisor.py"), str(os.getpid()), str(GRACE)]
+        return [*launch, vllm.python, str(PLUGIN / "deepgrpo_launcher.py"), str(model), *arguments, *vllm.extra_args]
 
-    def environment(self, model: pathlib.Path, run_id: str, token: str) -> dict[str, str]:
+    def environment(self, model: pathlib.Path, token: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         ours = {
             "PYTHONPATH": str(PLUGIN),
             "PYTHONUNBUFFERED": "1",
             "DEEPGRPO_TOKEN": token,
-            "DEEPGRPO_RUN_ID": run_id,
+            "DEEPGRPO_RUN_ID": self.config.name,
             "DEEPGRPO_MODEL": str(model),
             "DEEPGRPO_WEIGHTS_ROOT": str(self.weights_root),
         }
-        if self.gpu_ids:
-            ours["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpu_ids))
-        return kept | _ENVIRONMENT | dict(self.env) | ours
+        count = self.config.vllm.tensor_parallel
+        if gpus := self.config.vllm.gpu_ids[self.index * count : (self.index + 1) * count]:
+            ours["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        return kept | _ENVIRONMENT | ours
 
 
 class VllmServer:
@@ -130,75 +134,44 @@ class VllmServer:
     @classmethod
     def start(
         cls,
+        config: Any,
         model_folder: str | os.PathLike,
-        *,
-        python: str | os.PathLike,
-        run_id: str,
-        log_path: str | os.PathLike,
-        dtype: str,
-        max_model_len: int,
-        max_num_seqs: int,
         weights_root: str | os.PathLike,
-        deadline: float,
-        gpu_ids: Sequence[int] = (),
-        tensor_parallel: int = 1,
-        gpu_memory_utilization: float = 0.9,
-        block_size: int = 32,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        log_path: str | os.PathLike,
+        index: int = 0,
+        address: tuple[str, int] = ("127.0.0.1", 0),
         token: str = "",
-        extra_args: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
+        deadline: float | None = None,
     ) -> "VllmServer":
-        """Starts a server and returns it ready.
+        """Starts a run's `index`-th server and returns it ready.
 
         Args:
-          model_folder: Hugging Face folder with tokenizer. python: of the environment that launch/vllm_env.sh made.
-          run_id: what the server answers when it is asked whose it is.
-          log_path: file that its output is appended to.
-          dtype: float32, bfloat16 or float16. block_size: tokens of a prefix-cache block.
-          weights_root: the folder below which snapshots lie that it may load.
-          deadline: seconds until it must be ready.
-          gpu_ids: physical ids, as nvidia-smi counts; empty: those that this process sees.
-          host, port: 0 is a free port. token: "" is a random one.
-          extra_args: further vLLM options, as --name=value; of an option given twice the last counts. env: further variables.
+          config: the run's; its name, model.dtype, rollout.max_model_len and the section vllm are read.
+          model_folder: Hugging Face folder. weights_root: the only folder below which the server may load snapshots.
+          address: host and port to listen on; port 0 is a free one. token: "" is a random one.
+          deadline: seconds until it must be ready; None: START_SECONDS.
 
         Raises:
-          ValueError, FileNotFoundError: impossible arguments.
+          FileNotFoundError: no model, no Python or no `weights_root`.
           VllmServerError: it ended, or was not ready in time; holds the stage, the URL and the last lines of the log.
         """
-        settings = _Settings(
-            python=str(python),
-            log_path=pathlib.Path(log_path).absolute(),
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            weights_root=pathlib.Path(weights_root).absolute(),
-            gpu_ids=tuple(gpu_ids),
-            tensor_parallel=tensor_parallel,
-            gpu_memory_utilization=gpu_memory_utilization,
-            block_size=block_size,
-            host=host,
-            port=port,
-            extra_args=tuple(extra_args),
-            env=dict(env or {}),
-        )
-        _check(settings)
-        server = cls("", token or secrets.token_urlsafe(24), run_id, settings)
-        server._launch(_model(model_folder), _Deadline(deadline))
+        folders = (pathlib.Path(path).absolute() for path in (weights_root, log_path))
+        settings = _Settings(config, index, *folders, address)
+        server = cls("", token or secrets.token_urlsafe(24), config.name, settings)
+        server._launch(_model(model_folder), _Deadline(deadline or START_SECONDS))
         return server
 
     @classmethod
-    def attach(cls, url: str, token: str, run_id: str, deadline: float) -> "VllmServer":
+    def attach(cls, url: str, token: str, run_id: str, deadline: float | None = None) -> "VllmServer":
         """Returns a server that runs already, once it is ready. It is neither restarted nor stopped by this process.
 
         Raises:
           VllmServerError: it is another run's, or not ready in time, or there is no token for it.
         """
         if not token.strip():
-            raise VllmServerError(f"no token for the server at {url}: set the environment variable that vllm.token_env names")
+            raise VllmServerError(f"no token for the server at {url}: set the environment variable {TOKEN}")
         server = cls(url.rstrip("/"), token, run_id, None)
-        server.wait_ready(deadline)
+        server.wait_ready(deadline or START_SECONDS)
         return server
 
     @property
@@ -257,8 +230,8 @@ class VllmServer:
     def _launch(self, model: pathlib.Path, deadline: "_Deadline") -> None:
         """Starts the process and waits until it is ready; takes another port when the first was snatched away."""
         for attempt in range(1, BIND_ATTEMPTS + 1):
-            with _reserved_port(self._settings.host, self._settings.port) as reserved:
-                self.url = f"http://{self._settings.host}:{reserved.getsockname()[1]}"
+            with _reserved_port(*self._settings.address) as reserved:
+                self.url = f"http://{self._settings.address[0]}:{reserved.getsockname()[1]}"
                 self._spawn(model, reserved.getsockname()[1])
                 try:
                     self._wait_ready(deadline)
@@ -266,7 +239,7 @@ class VllmServer:
                 except BaseException:
                     self._stop(GRACE + 5)
                     snatched = _BIND_FAILED in self.last_log(200).lower()
-                    if self._settings.port or not snatched or attempt == BIND_ATTEMPTS or deadline.left() <= 0:
+                    if self._settings.address[1] or not snatched or attempt == BIND_ATTEMPTS or deadline.left() <= 0:
                         raise
             log.warning("another process took the port of %s; trying another one", self.url)
 
@@ -280,7 +253,7 @@ class VllmServer:
             # A session of its own: Ctrl-C is this process's business. Standard input is the supervisor's lifeline.
             self._process = subprocess.Popen(
                 self._settings.command(model, port),
-                env=self._settings.environment(model, self.run_id, self.token),
+                env=self._settings.environment(model, self.token),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -413,20 +386,6 @@ class _Deadline:
 
 
 _ONE_TOKEN = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 1.0, "logprobs": 0, "detokenize": False}}
-
-
-def _check(settings: _Settings) -> None:
-    if not os.access(settings.python, os.X_OK):
-        raise FileNotFoundError(
-            f"{settings.python}: no such program, expected the Python of vLLM's environment (launch/vllm_env.sh makes it)"
-        )
-    for name in ("max_model_len", "max_num_seqs", "tensor_parallel", "block_size"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name} is {getattr(settings, name)}, expected >= 1")
-    if settings.gpu_ids and len(settings.gpu_ids) != settings.tensor_parallel:
-        raise ValueError(f"gpu_ids are {settings.gpu_ids}, expected {settings.tensor_parallel} of them (tensor_parallel)")
-    if not settings.weights_root.is_dir():
-        raise FileNotFoundError(f"weights_root {settings.weights_root}: no such folder, expected the parent of all snapshots")
 
 
 def _model(folder: str | os.PathLike) -> pathlib.Path:

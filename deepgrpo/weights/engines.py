@@ -21,9 +21,9 @@ from deepgrpo.model.config import ModelConfig
 from deepgrpo.rollout.engine import Engine, Request, Sampling, sample_seed
 from deepgrpo.rollout.native import NativeEngine
 from deepgrpo.rollout.vllm import VllmEngine
-from deepgrpo.rollout.vllm_fleet import Deadlines, Fleet
+from deepgrpo.rollout.vllm_fleet import Fleet
 from deepgrpo.rollout.vllm_http import GREEDY_TOKENS
-from deepgrpo.rollout.vllm_server import VllmServer
+from deepgrpo.rollout.vllm_server import BLOCK_SIZE, TOKEN, VllmServer
 from deepgrpo.types import Ids, as_ids
 from deepgrpo.weights import hf, publish, run_folder
 from deepgrpo.weights.publish import Publisher, Snapshots
@@ -32,7 +32,7 @@ from deepgrpo.weights.run_folder import weights_root
 log = logging.getLogger(__name__)
 
 
-SELF_TEST_PROMPTS, SELF_TEST_TOKENS = 8, 64
+SELF_TEST_PROMPTS, SELF_TEST_ROLLOUTS, SELF_TEST_TOKENS = 8, 64, 64
 
 Publish = Callable[[Any, int], None]  # (parameters, version); see Publisher.publish
 
@@ -40,10 +40,7 @@ Publish = Callable[[Any, int], None]  # (parameters, version); see Publisher.pub
 def open_engine(
     config: Any,
     stack: contextlib.ExitStack,
-    *,
     learner: Learner,
-    model_config: ModelConfig,
-    num_real_ids: int,
     prompts: Sequence[Ids],
     sampling: Sampling,
     version: int,
@@ -59,117 +56,69 @@ def open_engine(
       PublishError, VllmServerError: no server with these weights; see there.
       SelfTestError: engine and learner disagree about the policy.
     """
-    if config.rollout.engine == "native":
-        engine = NativeEngine(
-            model_config,
-            learner.policy,
-            jnp.dtype(config.model.dtype),
-            num_real_ids,
-            config.rollout.slots,
-            config.rollout.decode_steps,
-            version=version,
-        )
-        stack.callback(engine.close)
-        return engine, engine.publish
-    return open_vllm(
-        config,
-        stack,
-        learner=learner,
-        model_config=model_config,
-        num_real_ids=num_real_ids,
-        prompts=prompts,
-        sampling=sampling,
-        version=version,
-        run=run,
+    if config.rollout.engine == "vllm":
+        return open_vllm(config, stack, learner, prompts, sampling, version, run)
+    model, keys = learner.model.config, config.rollout
+    engine = NativeEngine(
+        model, learner.policy, config.model.dtype, learner.num_real_ids, keys.slots, keys.decode_steps, version=version
     )
+    stack.callback(engine.close)
+    return engine, engine.publish
 
 
 def open_vllm(
     config: Any,
     stack: contextlib.ExitStack,
-    *,
     learner: Learner,
-    model_config: ModelConfig,
-    num_real_ids: int,
     prompts: Sequence[Ids],
     sampling: Sampling,
     version: int,
     run: pathlib.Path,
 ) -> tuple[VllmEngine, Publish]:
     """Snapshot, servers, proof, self-test. Arguments: see `open_engine`."""
-    keys, weights = config.vllm, config.weights
-    root = weights_root(config)
+    root, model = weights_root(config), learner.model.config
     folder = own_folder(root)
-    dtype = keys.dtype or config.model.dtype
-    snapshots = Snapshots(folder, weights.route, model_config, num_real_ids, dtype, config.model.path)
+    snapshots = Snapshots(folder, config.weights.route, model, learner.num_real_ids, config.model.dtype, config.model.path)
     stack.callback(snapshots.close)
-    probe = probe_text(prompts, keys.block_size, sampling.max_model_len)
-    publisher = Publisher(None, snapshots, learner, probe, weights.attempts, weights.keep, weights.tolerance)
+    publisher = Publisher(snapshots, learner, probe_text(prompts, BLOCK_SIZE, sampling.max_model_len))
     servers = attached_servers(config)  # first: a server that is absent or another run's is not worth a snapshot
     first = publisher.start(version)
-    servers = servers or start_servers(config, stack, first.folder, root, dtype, run)
-    fleet = Fleet(servers, config.name, Deadlines(keys.control_deadline, keys.load_deadline, keys.start_deadline))
+    servers = servers or start_servers(config, stack, first.folder, root, run)
+    fleet = Fleet(servers, config.name)
     stack.callback(fleet.close)
-    holes = model_config.holes
-    engine = VllmEngine(fleet, num_real_ids, keys.block_size, keys.max_concurrent, keys.request_deadline, holes)
+    engine = VllmEngine(fleet, learner.num_real_ids, config.vllm.request_deadline, model.holes)
     publisher.confirm(fleet, first)
-    if keys.self_test:
-        self_test(engine, learner, prompts, sampling, keys.self_test, config.seed, publisher.tolerance)
+    self_test(engine, learner, prompts, sampling, config.seed, publisher.tolerance)
     return engine, publisher.publish
 
 
-def storing(config: Any, learner: Learner, model_config: ModelConfig, num_real_ids: int) -> Callable[[str], None]:
+def storing(config: Any, learner: Learner) -> Callable[[str], None]:
     """What the learner's other processes do for a publication (`Snapshots.take`): a function of the folder to write to."""
-    published = dataclasses.replace(model_config, vocab_size=num_real_ids)
-    dtype = jnp.dtype(config.vllm.dtype or config.model.dtype)
+    published = dataclasses.replace(learner.model.config, vocab_size=learner.num_real_ids)
 
     def store(folder: str) -> None:
-        publish.store(learner.policy, folder, published, dtype)
+        publish.store(learner.policy, folder, published, jnp.dtype(config.model.dtype))
 
     return store
 
 
 def attached_servers(config: Any) -> list[VllmServer]:
     """Those that the configuration names, once they are ready; none if it names none."""
-    token = os.environ.get(config.vllm.token_env, "")
-    return [VllmServer.attach(url, token, config.name, config.vllm.start_deadline) for url in config.vllm.attach]
+    token = os.environ.get(TOKEN, "")
+    return [VllmServer.attach(url, token, config.name) for url in config.vllm.attach]
 
 
 def start_servers(
-    config: Any, stack: contextlib.ExitStack, model: pathlib.Path, root: pathlib.Path, dtype: str, run: pathlib.Path
+    config: Any, stack: contextlib.ExitStack, model: pathlib.Path, root: pathlib.Path, run: pathlib.Path
 ) -> list[VllmServer]:
     """Starts the configuration's servers, all at once."""
-    keys = config.vllm
-    with concurrent.futures.ThreadPoolExecutor(keys.servers, "vllm-start") as pool:
-        starts = [pool.submit(start_server, config, index, model, root, dtype, run) for index in range(keys.servers)]
+    count = config.vllm.servers
+    with concurrent.futures.ThreadPoolExecutor(count, "vllm-start") as pool:
+        starts = [pool.submit(VllmServer.start, config, model, root, run / f"vllm-{i}.log", i) for i in range(count)]
     for future in starts:
         if future.exception() is None:
             stack.callback(future.result().stop)
     return [future.result() for future in starts]  # raises the first error, after the others are sure to be stopped
-
-
-def start_server(
-    config: Any, index: int, model: pathlib.Path, root: pathlib.Path, dtype: str, run: pathlib.Path, **place: Any
-) -> VllmServer:
-    """Starts the `index`-th server of a configuration. place: host, port and token, where they are not to be any."""
-    keys = config.vllm
-    return VllmServer.start(
-        model,
-        python=keys.python,
-        run_id=config.name,
-        log_path=run / f"vllm-{index}.log",
-        dtype=dtype,
-        max_model_len=config.rollout.max_model_len,
-        max_num_seqs=keys.max_num_seqs,
-        weights_root=root,
-        deadline=keys.start_deadline,
-        gpu_ids=keys.gpu_ids[index * keys.tensor_parallel : (index + 1) * keys.tensor_parallel],
-        tensor_parallel=keys.tensor_parallel,
-        gpu_memory_utilization=keys.gpu_memory_utilization,
-        block_size=keys.block_size,
-        extra_args=keys.extra_args,
-        **place,
-    )
 
 
 def serving_model(config: Any, root: pathlib.Path) -> pathlib.Path:
@@ -177,7 +126,7 @@ def serving_model(config: Any, root: pathlib.Path) -> pathlib.Path:
 
     For servers that run before their learner: a vocabulary is fixed when its server starts, and snapshots have no phantom rows.
     """
-    path, dtype = config.model.path, config.vllm.dtype or config.model.dtype
+    path, dtype = config.model.path, config.model.dtype
     num_real_ids = tokenizer_lib.vocabulary(tokenizer_lib.load_tokenizer(path)).bound
     snapshots = Snapshots(own_folder(root), "direct", ModelConfig.from_hf(path), num_real_ids, dtype, path)
     return snapshots.write(snapshots.take(hf.load(path, dtype)), "start", {})
@@ -240,7 +189,7 @@ def probe_text(prompts: Sequence[Ids], block: int, max_model_len: int) -> Ids:
     if length + GREEDY_TOKENS > max_model_len:
         raise ValueError(
             f"the weights are proven with a text of {length} tokens and {GREEDY_TOKENS} more, but rollout.max_model_len is "
-            f"{max_model_len}: lower vllm.block_size ({block})"
+            f"{max_model_len}: raise it"
         )
     ids = np.concatenate([prompt for prompt in prompts[:length]])
     return as_ids(np.resize(ids, length))
@@ -250,16 +199,14 @@ class SelfTestError(RuntimeError):
     """Engine and learner give the same tokens different probabilities."""
 
 
-def self_test(
-    engine: Engine, learner: Learner, prompts: Sequence[Ids], sampling: Sampling, rollouts: int, seed: int, tolerance: float
-) -> float:
-    """Samples `rollouts` short responses, scores them with the learner, and returns the mean |log-prob difference|.
+def self_test(engine: Engine, learner: Learner, prompts: Sequence[Ids], sampling: Sampling, seed: int, tolerance: float) -> float:
+    """Samples short responses, scores them with the learner, and returns the mean |log-prob difference|.
 
     Raises:
       SelfTestError: it is above `tolerance`.
     """
-    chosen = prompts[: min(SELF_TEST_PROMPTS, rollouts)]
-    places = [(i % len(chosen), i // len(chosen)) for i in range(rollouts)]
+    chosen = prompts[:SELF_TEST_PROMPTS]
+    places = [(i % len(chosen), i // len(chosen)) for i in range(SELF_TEST_ROLLOUTS)]
     requests = [
         Request(ids, tuple(sample_seed(seed, 0, "self-test", i, j) for p, j in places if p == i), SELF_TEST_TOKENS)
         for i, ids in enumerate(chosen)
@@ -280,7 +227,6 @@ def self_test(
         raise SelfTestError(
             f"the engine's log-probs of {len(gaps)} tokens that it sampled differ from the learner's by {mean:.2g} on average "
             f"(largest {largest:.2g}), expected at most {tolerance:g}. They are not the same policy, or not of the same "
-            "distribution: compare vllm.dtype with model.dtype, and vllm.extra_args with what the learner assumes; a larger "
-            "difference that you understand can be allowed with weights.tolerance"
+            "distribution: compare vllm.extra_args with what the learner assumes"
         )
     return mean

@@ -33,6 +33,7 @@ from deepgrpo.telemetry import waits
 from deepgrpo.types import Ids
 from deepgrpo.weights import hf
 from deepgrpo.weights.checkpoint import named_leaves
+from deepgrpo.weights.run_folder import KEPT_SNAPSHOTS
 
 log = logging.getLogger(__name__)
 
@@ -246,6 +247,7 @@ def _lap(seconds: dict[str, float], part: str) -> Iterator[None]:
     seconds[part] = time.perf_counter() - start
 
 
+ATTEMPTS = 2  # loads of one version into one server before it is restarted
 # Mean |log-prob difference| of two programs with the same weights. Measured, vLLM against this learner on a CPU: float32 1e-6,
 # bfloat16 0.01 to 0.03; an accelerator may multiply float32 in lower precision.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
@@ -253,23 +255,12 @@ PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a load is tried again; what f
 
 
 class Publisher:
-    """One fleet, fed from one learner.
+    """One fleet, fed from one learner. probe: int32[P], a text longer than a block of the engine's prefix cache."""
 
-    Args:
-      probe: int32[P], a text longer than a block of the engine's prefix cache.
-      attempts: loads of one version into one server before it is restarted.
-      keep: snapshots kept, the newest that every server has acknowledged among them; >= 1.
-      tolerance: see `Weights`; 0 for that of the dtypes.
-    """
-
-    def __init__(
-        self, fleet: Fleet | None, snapshots: Snapshots, learner: Learner, probe: Ids, attempts: int, keep: int, tolerance: float
-    ):
-        self.fleet, self.snapshots, self.learner, self.probe = fleet, snapshots, learner, probe
-        self.attempts, self.keep = attempts, keep
-        dtypes = {snapshots.dtype.name, np.dtype(learner.model.dtype).name}
-        self.tolerance = tolerance or max(TOLERANCE[dtype] for dtype in dtypes)
-        self.comparable = len(dtypes) == 1
+    def __init__(self, snapshots: Snapshots, learner: Learner, probe: Ids):
+        self.snapshots, self.learner, self.probe = snapshots, learner, probe
+        self.fleet: Fleet | None = None  # that of `confirm`
+        self.tolerance = TOLERANCE[snapshots.dtype.name]
         self._acknowledged: list[Weights] = []
 
     def start(self, version: int) -> Weights:
@@ -314,7 +305,7 @@ class Publisher:
         return self.learner.start_score([(self.probe[:1], self.probe[1:])], at_temperature_1=True)
 
     def _weights(self, version: int, folder: pathlib.Path, logps: list[np.ndarray]) -> Weights:
-        return Weights(folder, version, self.probe, logps[0], self.tolerance, self.comparable)
+        return Weights(folder, version, self.probe, logps[0], self.tolerance)
 
     def _write(self, policy: Any, version: int, attempt: int, seconds: dict[str, float]) -> pathlib.Path:
         return self.snapshots.write(policy, f"{version}.{attempt}" if attempt else str(version), seconds)
@@ -323,7 +314,7 @@ class Publisher:
         """In the background: writes, loads, proves; see the module's text. `blocked`: seconds that the learner waited."""
         fleet, start, seconds = self.fleet, time.perf_counter(), {"blocked": blocked}
         waiting, errors = fleet.replicas, {}
-        for attempt in range(self.attempts):
+        for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(min(PAUSE * 2.0 ** (attempt - 1), LONGEST_PAUSE))
             weights = self._weights(version, self._write(policy, version, attempt, seconds), logps())
@@ -331,7 +322,7 @@ class Publisher:
             waiting = list(errors)
             if not errors or any(isinstance(error, SnapshotRefused) and error.names for error in errors.values()):
                 break  # other tensors than the model's: no repetition changes that
-            log.warning("step %d, attempt %d of %d to load:\n%s", version, attempt + 1, self.attempts, told(errors))
+            log.warning("step %d, attempt %d of %d to load:\n%s", version, attempt + 1, ATTEMPTS, told(errors))
         else:
             log.warning("step %d: restarting %s", version, ", ".join(replica.name for replica in waiting))
             restartable = [replica for replica in waiting if replica.ours]
@@ -356,7 +347,7 @@ class Publisher:
     def _adopt(self, weights: Weights) -> None:
         """Every server has acknowledged: only now may older snapshots go."""
         self.fleet.adopt(weights)
-        self._acknowledged = [*self._acknowledged, weights][-self.keep :]
+        self._acknowledged = [*self._acknowledged, weights][-KEPT_SNAPSHOTS:]
         self.snapshots.keep(kept.folder for kept in self._acknowledged)
 
 

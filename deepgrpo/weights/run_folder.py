@@ -29,6 +29,7 @@ from deepgrpo.weights import files
 from deepgrpo.weights.checkpoint import HOST, LABEL, Checkpoints
 
 MEMORY_FOLDER = pathlib.Path("/dev/shm")
+KEPT_SNAPSHOTS = 1  # the newest that every server has acknowledged
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -53,8 +54,8 @@ def checkpoint_bytes(config: Any, model: ModelConfig) -> int:
 
 def snapshot_bytes(config: Any, model: ModelConfig) -> int:
     """All snapshots that exist at once: those kept, the newest, and its way through Orbax."""
-    size = model.num_parameters * BYTES[config.vllm.dtype or config.model.dtype]
-    return size * (config.weights.keep + 1 + (config.weights.route == "orbax"))
+    size = model.num_parameters * BYTES[config.model.dtype]
+    return size * (KEPT_SNAPSHOTS + 1 + (config.weights.route == "orbax"))
 
 
 def weights_root(config: Any) -> pathlib.Path:

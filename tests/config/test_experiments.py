@@ -33,7 +33,7 @@ def test_unknown_argument_is_named():
 
 RELEASED = {
     "train.epochs": 100, "data.batch_size": 128, "optim.mini_batch_prompts": 16, "optim.ppo_epochs": 1, "rollout.n": 8,
-    "curriculum.rollout_n": 0, "rollout.temperature": 1.0, "rollout.top_p": 1.0, "validation.temperature": 0.0, "validation.n": 1,
+    "curriculum.rollout_n": 0, "rollout.temperature": 1.0, "validation.temperature": 0.0, "validation.n": 1,
     "optim.lr": 1e-6, "optim.schedule": "constant", "optim.warmup_steps": 0, "optim.weight_decay": 0.01, "optim.grad_clip": 1.0,
     "objective.clip_low": 0.2, "objective.clip_high": 0.28, "objective.clip_c": 3.0, "objective.kl_coef": 1e-4,
     "objective.kl_type": "low_var_kl", "objective.advantage": "group_mean", "objective.luffy_gamma": 0.1,

@@ -39,7 +39,7 @@ def test_harmless_changes_are_noted(config):
     assert write(config, resuming=True)[0] == []
 
 
-@pytest.mark.parametrize(("key", "change"), [("optim.lr", 1e-5), ("vllm.dtype", "float32"), ("teacher.model", "other")])
+@pytest.mark.parametrize(("key", "change"), [("optim.lr", 1e-5), ("rollout.temperature", 0.5), ("teacher.model", "other")])
 def test_another_run_is_refused_unless_accepted(config, key, change):
     _, before = write(config)
     config.update_from_flattened_dict({key: change})

@@ -86,7 +86,6 @@ def given(*edits, base=common.get_config):
         ({"objective.overlong": "soft"}, "objective.overlong_buffer = 0 | rollout.max_model_len"),
         ({"validation.n": 4}, "validation.temperature = 0.0 | greedy"),
         ({"data.selection": ("carry_chain:heldout:16",)}, "data.selection | data.validation"),
-        ({"rollout.top_p": 0.9}, "rollout.top_p = 0.9 | whole distribution"),
         (VLLM | {"rollout.temperature": 2.5}, "rollout.temperature = 2.5 | [0.01, 2]"),
         (VLLM | {"vllm.gpu_ids": (0, 1, 1)}, "vllm.gpu_ids = (0, 1, 1) | vllm.tensor_parallel = 1"),
         (VLLM | {"vllm.attach": ("host:8000",)}, "vllm.attach | http://HOST:PORT"),

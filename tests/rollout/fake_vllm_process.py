@@ -13,6 +13,17 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+
+def config(python: str, name: str, max_model_len: int = 64, **vllm):
+    """The configuration of a run whose servers this Python starts."""
+    from configs import common
+
+    made = common.get_config()
+    made.name, made.model.dtype, made.rollout.max_model_len = name, "float32", max_model_len
+    made.vllm.update({"python": str(python), "max_num_seqs": 4} | vllm)
+    return made
+
+
 TOKEN_ANSWER = {"choices": [{"token_ids": [3], "finish_reason": "length", "logprobs": {"content": [{"logprob": -1.5}]}}]}
 
 

@@ -18,9 +18,9 @@ from tests.rollout import fake_vllm_process
 STARTER = """
 import sys, time
 from deepgrpo.rollout.vllm_server import VllmServer
+from tests.rollout.fake_vllm_process import config
 folder, python = sys.argv[1:]
-server = VllmServer.start(folder, python=python, run_id="r", log_path=folder + "/log", dtype="float32", max_model_len=64,
-                          max_num_seqs=4, weights_root=folder, deadline=60)
+server = VllmServer.start(config(python, "r"), folder, folder, folder + "/log", deadline=60)
 print(server.pid, flush=True)
 time.sleep(60)
 """
@@ -32,17 +32,9 @@ def start(tmp_path):
     servers = []
     (tmp_path / "config.json").write_text("{}")
 
-    def started(behaviour: str = "ok", **changes) -> VllmServer:
-        arguments = {
-            "run_id": "run-1",
-            "log_path": tmp_path / f"log-{len(servers)}",
-            "dtype": "float32",
-            "max_model_len": 64,
-            "max_num_seqs": 4,
-            "weights_root": tmp_path,
-            "deadline": 60.0,
-        }
-        server = VllmServer.start(tmp_path, python=fake_vllm_process.python(tmp_path, behaviour), **(arguments | changes))
+    def started(behaviour: str = "ok", deadline: float = 60.0) -> VllmServer:
+        config = fake_vllm_process.config(fake_vllm_process.python(tmp_path, behaviour), "run-1")
+        server = VllmServer.start(config, tmp_path, tmp_path, tmp_path / f"log-{len(servers)}", deadline=deadline)
         servers.append(server)
         return server
 
@@ -151,26 +143,14 @@ def test_failed_start_shows_the_cause_and_the_last_lines(start, tmp_path):
     with pytest.raises(VllmServerError, match="does not generate"):
         start("mute")
     with pytest.raises(FileNotFoundError, match="launch/vllm_env.sh"):
-        VllmServer.start(
-            tmp_path,
-            python="nowhere",
-            run_id="",
-            log_path="",
-            dtype="",
-            max_model_len=1,
-            max_num_seqs=1,
-            weights_root="/",
-            deadline=1,
-        )
-    with pytest.raises(ValueError, match="gpu_ids"):
-        start(gpu_ids=(0, 1))
+        VllmServer.start(fake_vllm_process.config("nowhere", "run-1"), tmp_path, tmp_path, tmp_path / "log")
 
 
 def test_deadline_names_stage_url_and_time(start):
     with pytest.raises(
-        VllmServerError, match=r"(?s)http://127.0.0.1:\d+ was not ready after \d+ s \(deadline 15 s\); stage: first tok"
+        VllmServerError, match=r"(?s)http://127.0.0.1:\d+ was not ready after \d+ s \(deadline 5 s\); stage: first tok"
     ):
-        start("hangs", deadline=15)
+        start("hangs", deadline=5)
     with pytest.raises(
         VllmServerError, match=r"http://127.0.0.1:9 was not ready after 1 s.*stage: health.*ConnectError.*reachable"
     ):

@@ -35,7 +35,8 @@ class Student:
     """What the publisher asks of a learner."""
 
     def __init__(self, params):
-        self.policy, self.model = params, types.SimpleNamespace(dtype=jnp.float32)
+        self.policy, self.num_real_ids = params, tiny.REAL
+        self.model = types.SimpleNamespace(config=tiny.CONFIG, dtype=jnp.float32)
 
     def announce(self, name, **fields):
         """A learner of one process has nobody to tell."""
@@ -62,13 +63,11 @@ def tokenizer_folder(path):
 class Rig:
     """servers: fakes, started on version 0 as a run starts its own; `attached` ones hold other weights and are no one's child."""
 
-    def __init__(self, tmp_path, servers=1, attached=False, knobs=(), deadlines=QUICK, request_deadline=60.0, **settings):
+    def __init__(self, tmp_path, servers=1, attached=False, knobs=(), deadlines=QUICK, request_deadline=60.0, route="direct"):
         self.student = Student(weights(0))
         tokenizer = tokenizer_folder(tmp_path / "tokenizer")
-        route = settings.pop("route", "direct")
         self.snapshots = Snapshots(tmp_path / "weights", route, tiny.CONFIG, tiny.REAL, jnp.float32, tokenizer)
-        keys = {"attempts": 2, "keep": 1, "tolerance": 0.0} | settings
-        self.publisher = Publisher(None, self.snapshots, self.student, PROBE, **keys)
+        self.publisher = Publisher(self.snapshots, self.student, PROBE)
         first = self.publisher.start(0)
         folder = first.folder
         if attached:
@@ -76,7 +75,7 @@ class Rig:
             hf.save(self.snapshots._parts(self.snapshots.take(weights(9)), None), self.snapshots.config, folder, jnp.float32)
         self.fakes = [FakeVllm(folder, ours=not attached, knobs=knobs[i] if knobs else Knobs()) for i in range(servers)]
         self.fleet = Fleet(self.fakes, "run", deadlines)
-        self.engine = VllmEngine(self.fleet, tiny.REAL, BLOCK, max_concurrent=4, request_deadline=request_deadline)
+        self.engine = VllmEngine(self.fleet, tiny.REAL, request_deadline)
         self.publisher.confirm(self.fleet, first)
         for fake in self.fakes:
             fake.calls.clear()

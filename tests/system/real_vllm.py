@@ -19,6 +19,7 @@ from deepgrpo.rollout.vllm_server import VllmServer
 from deepgrpo.weights import hf
 from tests.conftest import ROOT
 from tests.data import small_tokenizer
+from tests.rollout import fake_vllm_process
 
 PYTHON = pathlib.Path(os.environ.get("DEEPGRPO_VLLM_VENV", ROOT / ".venv-vllm")) / "bin" / "python"
 MARKS = [
@@ -46,19 +47,10 @@ def make_models(root: pathlib.Path) -> None:
     save_file(weights, root / "start" / "model.safetensors", metadata={"format": "pt"})
 
 
-def arguments(root: pathlib.Path, run_id: str, **changes) -> dict:
-    return {
-        "model_folder": str(root / "start"),
-        "python": str(PYTHON),
-        "run_id": run_id,
-        "log_path": str(root / f"{run_id}.log"),
-        "dtype": "float32",
-        "max_model_len": 256,
-        "max_num_seqs": 32,
-        "block_size": BLOCK,
-        "weights_root": str(root),
-        "deadline": DEADLINE,
-    } | changes
+def start(root: pathlib.Path, name: str, max_model_len: int = 256, **vllm) -> VllmServer:
+    """A server of the run `name`, on the folder `start`."""
+    config = fake_vllm_process.config(PYTHON, name, max_model_len, max_num_seqs=32, **vllm)
+    return VllmServer.start(config, root / "start", root, root / f"{name}.log", deadline=DEADLINE)
 
 
 def post(server: VllmServer, path: str, body=None):

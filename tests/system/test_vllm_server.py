@@ -3,7 +3,6 @@
 Skipped where launch/vllm_env.sh has not made vLLM's environment. One server, restarted once; three more starts after it.
 """
 
-import json
 import os
 import pathlib
 import signal
@@ -19,13 +18,13 @@ from safetensors.numpy import load_file, save_file
 from deepgrpo.rollout.vllm_server import VllmServer, VllmServerError
 from tests.conftest import ROOT
 from tests.rollout.test_vllm_server import descendants, wait_gone
-from tests.system.real_vllm import DEADLINE, MARKS, arguments, check_versions, expected, load, make_models, publish, served
+from tests.system.real_vllm import DEADLINE, MARKS, check_versions, expected, load, make_models, publish, served, start
 
 pytestmark = MARKS
 STARTER = """
-import json, sys, time
-from deepgrpo.rollout.vllm_server import VllmServer
-server = VllmServer.start(**json.loads(sys.argv[1]))
+import pathlib, sys, time
+from tests.system.real_vllm import start
+server = start(pathlib.Path(sys.argv[1]), "run-3")
 print(server.url, server.token, server.pid, flush=True)
 time.sleep(600)
 """
@@ -40,7 +39,7 @@ def root(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def server(root) -> VllmServer:
-    server = VllmServer.start(**arguments(root, "run-1"))
+    server = start(root, "run-1")
     yield server
     server.stop()
 
@@ -113,11 +112,11 @@ def test_killed_engine_is_noticed_and_an_untied_head_served_after_the_restart(se
 
 def test_failed_start_shows_the_cause(root):
     with pytest.raises(VllmServerError, match=r"(?s)ended with status 1 .*error in its log: .*max_model_len \(4096\)"):
-        VllmServer.start(**arguments(root, "run-2", max_model_len=4096))
+        start(root, "run-2", max_model_len=4096)
 
 
 def test_foreign_server_is_refused_and_dies_with_its_trainer(root):
-    command = [sys.executable, "-c", STARTER, json.dumps(arguments(root, "run-3"))]
+    command = [sys.executable, "-c", STARTER, str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as trainer:
         url, token, pid = trainer.stdout.readline().split()
         with pytest.raises(VllmServerError, match="belongs to run run-3, expected run run-1"):
@@ -132,7 +131,7 @@ def test_foreign_server_is_refused_and_dies_with_its_trainer(root):
 
 
 def test_two_workers_load_and_stop_together(root):
-    server = VllmServer.start(**arguments(root, "run-4", tensor_parallel=2))
+    server = start(root, "run-4", tensor_parallel=2)
     try:
         publish(server, root / "tied-2", 1)
         assert served(server) == expected(root / "tied-2")

@@ -20,8 +20,8 @@ pytestmark = [
 STEPS = 14
 HARM = {"5": "kill", "9": "kill_engine", "14": "hang"}  # generate's calls: self-test, validation, steps 1 to 7, validation, ...
 VLLM = (
-    *("--config.rollout.engine=vllm", f"--config.vllm.python={PYTHON}", "--config.vllm.start_deadline=240"),
-    *("--config.vllm.request_deadline=20", "--config.vllm.control_deadline=20", "--config.vllm.load_deadline=20"),
+    *("--config.rollout.engine=vllm", f"--config.vllm.python={PYTHON}"),
+    "--config.vllm.request_deadline=20",
 )
 
 

@@ -22,10 +22,11 @@ from deepgrpo.weights.publish import Snapshots  # noqa: E402
 
 
 class Engine:
-    def __init__(self, config, learner, model_config, num_real_ids, version):
+    def __init__(self, config, learner, version):
         self.tokenizer = tokenizer_lib.load_tokenizer(config.model.path)
+        model = learner.model.config
         folder = f"{config.weights.folder}/{os.getpid()}"
-        self.snapshots = Snapshots(folder, "orbax", model_config, num_real_ids, config.model.dtype, config.model.path)
+        self.snapshots = Snapshots(folder, "orbax", model, learner.num_real_ids, config.model.dtype, config.model.path)
         self.learner, self.version, self.probe = learner, version, None
         self.publish(learner.policy, version)
 
@@ -55,8 +56,8 @@ class Engine:
         return {"rollout_mismatch/probe": self.probe}
 
 
-def open_engine(config, stack, *, learner, model_config, num_real_ids, version, **_):
-    engine = Engine(config, learner, model_config, num_real_ids, version)
+def open_engine(config, stack, learner, prompts, sampling, version, run):
+    engine = Engine(config, learner, version)
     return engine, engine.publish
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs import common
+from deepgrpo.rollout import vllm_server
 from deepgrpo.rollout.native import NativeEngine
 from deepgrpo.rollout.vllm_server import VllmServerError
 from deepgrpo.types import as_ids
@@ -35,21 +36,22 @@ def served(tmp_path):
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
     monkeypatch.setenv("DEEPGRPO_VLLM_TOKEN", "token")
+    monkeypatch.setattr(vllm_server, "START_SECONDS", 5.0)
+    monkeypatch.setattr(engines, "BLOCK_SIZE", 8)
+    monkeypatch.setattr(engines, "SELF_TEST_ROLLOUTS", 6)
     with contextlib.ExitStack() as stack:
 
         def open_with(**keys):
             config = common.get_config()
             config.name, config.run_dir, config.model.path = "run", str(tmp_path), str(tmp_path / "tokenizer")
             config.model.dtype, config.weights.folder = "float32", str(tmp_path / "weights")
-            config.vllm.block_size, config.vllm.self_test, config.vllm.start_deadline = 8, 6, 5.0
             config.rollout.slots, config.rollout.decode_steps = 4, 4
             for key, value in keys.items():
                 section, name = key.split("__")
                 config[section][name] = value
             student = Student(weights(0))
             sampling = tiny.plain()
-            shape = dict(model_config=tiny.CONFIG, num_real_ids=tiny.REAL, prompts=PROMPTS, sampling=sampling, version=7)
-            return *open_engine(config, stack, learner=student, run=tmp_path, **shape), student
+            return *open_engine(config, stack, student, PROMPTS, sampling, 7, tmp_path), student
 
         yield open_with
 
@@ -81,7 +83,7 @@ def test_a_late_server_is_waited_for(opened, served):
 
 def test_a_server_that_never_comes_ends_the_run_in_time(opened):
     with pytest.raises(VllmServerError, match=r"http://127.0.0.1:9 was not ready after \d+ s .*stage: health"):
-        opened(rollout__engine="vllm", vllm__attach=("http://127.0.0.1:9",), vllm__start_deadline=1.0)
+        opened(rollout__engine="vllm", vllm__attach=("http://127.0.0.1:9",))
 
 
 def test_another_runs_server_is_refused(opened, served):

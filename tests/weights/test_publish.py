@@ -11,7 +11,7 @@ import pytest
 
 from deepgrpo.rollout.vllm_fleet import Deadlines, PublishError
 from deepgrpo.types import as_ids
-from deepgrpo.weights import hf, publish
+from deepgrpo.weights import engines, hf, publish
 from deepgrpo.weights.engines import SelfTestError, own_folder, probe_text, self_test
 from deepgrpo.weights.publish import Snapshots
 from tests.rollout import tiny
@@ -172,12 +172,13 @@ def test_other_weights_at_the_start_are_refused(rig):
         rig(attached=True, knobs=[Knobs(ignore_load=True)])
 
 
-def test_self_test(rig):
+def test_self_test(rig, monkeypatch):
+    monkeypatch.setattr(engines, "SELF_TEST_ROLLOUTS", 6)
     one, prompts = rig(), [as_ids(np.arange(n)) for n in (3, 8, 5)]
-    settings = dict(prompts=prompts, sampling=tiny.plain(), rollouts=6, seed=0)
+    settings = dict(prompts=prompts, sampling=tiny.plain(), seed=0)
     assert self_test(one.engine, one.student, tolerance=1e-4, **settings) < 1e-5
     one.student.policy = nudged(weights(0), 0.01)
-    with pytest.raises(SelfTestError, match=r"differ from the learner's by 0.\d+ on average .*vllm.dtype with model.dtype"):
+    with pytest.raises(SelfTestError, match=r"differ from the learner's by 0.\d+ on average .*compare vllm.extra_args"):
         self_test(one.engine, one.student, tolerance=1e-4, **settings)
 
 
@@ -193,5 +194,5 @@ def test_folders_of_dead_processes_are_removed(tmp_path):
 def test_the_probe_is_longer_than_a_block():
     probe = probe_text([as_ids([1, 2]), as_ids([3])], block=8, max_model_len=32)
     assert probe.tolist() == [1, 2, 3] * 3 + [1, 2]
-    with pytest.raises(ValueError, match="rollout.max_model_len is 14: lower vllm.block_size"):
+    with pytest.raises(ValueError, match="rollout.max_model_len is 14: raise it"):
         probe_text([as_ids([1])], block=8, max_model_len=14)

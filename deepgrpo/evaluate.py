@@ -30,8 +30,8 @@ from deepgrpo import config as config_lib
 from deepgrpo.config import flags
 from deepgrpo.config.streams import steady, tool
 from deepgrpo.config.values import CHOICES
+from deepgrpo.data import dataset, templates
 from deepgrpo.data import dataset as dataset_lib
-from deepgrpo.data import readers, templates
 from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.data.contamination import overlap
 from deepgrpo.learner import sharding
@@ -246,7 +246,7 @@ def selection(step: pathlib.Path | None, loaded: dict[str, list[Problem]]) -> di
     shared = False
     for spec in sets:
         try:
-            shared |= bool(overlap([row.question for row in readers.read(spec)], asked).found)
+            shared |= bool(overlap([row.question for row in dataset.read(spec)], asked).found)
         except (OSError, ValueError):  # the file is gone: its name has to tell
             shared |= spec.startswith("unknown") or file_of(spec) in map(file_of, loaded)
     return {"sets": sets, "label": checkpoint_lib.LABEL if shared else ""}

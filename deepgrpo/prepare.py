@@ -24,16 +24,14 @@ import rich.markup
 import rich.table
 
 from deepgrpo.config.streams import tool
-from deepgrpo.data import benchmarks as base
-from deepgrpo.data import benchmarks_agents, benchmarks_search, benchmarks_tables, contamination, readers, repair, sources
+from deepgrpo.data import benchmarks, benchmarks_agents, benchmarks_tables, contamination, dataset, repair, tables
 from deepgrpo.data.benchmarks import Benchmark, Context, Converted, Options
 from deepgrpo.data.cells import refuse, writable
 from deepgrpo.data.tables import Row
 from deepgrpo.telemetry.log import Console
 
 BENCHMARKS: dict[str, Benchmark] = {
-    **base.BENCHMARKS,
-    **benchmarks_search.BENCHMARKS,
+    **benchmarks.BENCHMARKS,
     **benchmarks_tables.BENCHMARKS,
     **benchmarks_agents.BENCHMARKS,
 }
@@ -104,7 +102,7 @@ def check_request(request: Request, benchmark: Benchmark) -> None:
     if (report := out / "report.json").is_file() and (other := json.loads(report.read_text()).get("benchmark")) != request.name:
         raise ValueError(f"--out: {out} already holds {other}; give {request.name} a folder of its own")
     for spec in request.against:
-        readers.check(spec)
+        dataset.check(spec)
 
 
 def wanted_splits(request: Request, benchmark: Benchmark) -> dict[str, str]:
@@ -125,22 +123,22 @@ def source_of(request: Request, benchmark: Benchmark) -> pathlib.Path:
         raise ValueError(
             f"--source: {request.name} has no repository of its own on the hub; expected a folder, a file or OWNER/NAME"
         )
-    return sources.open_source(source, request.revision)
+    return tables.open_source(source, request.revision)
 
 
-def read(request: Request, benchmark: Benchmark) -> dict[str, sources.Found]:
+def read(request: Request, benchmark: Benchmark) -> dict[str, tables.Found]:
     """The rows of each wanted split; all of them are read before anything is converted."""
     paths = wanted_splits(request, benchmark)
     place = None if all(paths.values()) else source_of(request, benchmark)
     found = {}
     for name, path in paths.items():
-        where = sources.open_source(path) if path else place
+        where = tables.open_source(path) if path else place
         only = bool(path) or len(paths) == 1
         if benchmark.read and (where.is_dir() or not benchmark.columns):
             found[name] = benchmark.read(where, name, request.options)
         else:
             split = benchmark.splits[name]
-            found[name] = sources.load(where, name, split, only, benchmark.columns, request.allow_test_as_train)
+            found[name] = tables.load(where, name, split, only, benchmark.columns, request.allow_test_as_train)
     fit = [name for name in found if corrections_for(request.fixes, found[name].path, benchmark.splits[name].train)]
     if request.fixes not in ("auto", "none") and not fit:
         raise ValueError(f"--fixes: {request.fixes} fits none of {', '.join(str(one.path) for one in found.values())}")
@@ -151,7 +149,7 @@ def cuts(request: Request, benchmark: Benchmark) -> bool:
     return benchmark.cut is not None and request.allow_test_as_train
 
 
-def converted(request: Request, benchmark: Benchmark, name: str, found: sources.Found) -> Converted:
+def converted(request: Request, benchmark: Benchmark, name: str, found: tables.Found) -> Converted:
     """A split's rows, corrected and converted."""
     rows, repairs, notes = found.rows, [], []
     if corrections := corrections_for(request.fixes, found.path, benchmark.splits[name].train):
@@ -229,7 +227,7 @@ def check_overlaps(request: Request, benchmark: Benchmark, done: dict[str, Conve
     """Compares every training split with every other and with the sets of `against`; takes out what overlaps, if asked to."""
     held_out = {name: (part.questions, sources_rows(part)) for name, part in done.items() if not trains(benchmark, name)}
     for spec in request.against:
-        questions = [row.question for row in readers.read(spec)]
+        questions = [row.question for row in dataset.read(spec)]
         held_out[spec] = (questions, list(range(len(questions))))
     reports = {}
     for name in [name for name in done if trains(benchmark, name)]:
@@ -281,7 +279,7 @@ ASKED_FOR = (
 )
 
 
-def split_report(done: Converted, found: sources.Found | None, split: sources.Split | None) -> dict[str, Any]:
+def split_report(done: Converted, found: tables.Found | None, split: tables.Split | None) -> dict[str, Any]:
     """found: None for a part of another split. A number of rows that is not the official one is a warning, unless asked for."""
     expected = split.rows if split else 0
     source = found and {"path": str(found.path), "rows": len(found.rows), "sha256": dict(found.files)}
@@ -311,7 +309,7 @@ def write(out: pathlib.Path, done: Mapping[str, Converted], report: dict[str, An
         partial = path.with_suffix(".partial")
         pyarrow.parquet.write_table(as_table(part.rows), partial)
         os.replace(partial, path)
-        report["splits"][name] |= {"file": path.name, "sha256": sources.sha256(path)}
+        report["splits"][name] |= {"file": path.name, "sha256": tables.sha256(path)}
     partial = out / "report.partial"
     partial.write_text(json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
     os.replace(partial, out / "report.json")

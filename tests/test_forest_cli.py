@@ -10,7 +10,7 @@ from deepgrpo import forest
 from deepgrpo.config import ConfigError
 from deepgrpo.config.folders import Vocabulary, find, vocabulary_of_forest, vocabulary_of_model, write_vocabulary
 from deepgrpo.curriculum import forest_state, forest_tools
-from deepgrpo.data import readers
+from deepgrpo.data import dataset
 from tests.test_train import in_process
 
 SMALL = {
@@ -113,7 +113,7 @@ def test_pruned_compared_and_exported(run, tmp_path, capsys):
     assert found["summary"]["states removed from common trees"] + found["summary"]["trees removed"] > 0
     assert len(found["differences"]) >= states(saved) - states(small) - len(saved.trees)
     forest.main(["export", str(run), "--out", str(tmp_path / "states.jsonl")])
-    rows = readers.read(f"verl:{tmp_path / 'states.jsonl'}")
+    rows = dataset.read(f"verl:{tmp_path / 'states.jsonl'}")
     nodes = [node for node in saved.nodes() if node.parent is not None]
     assert len(rows) == len(nodes) == len((tmp_path / "states.jsonl").read_text().splitlines())
     problems = {tree.problem.question: tree.problem for tree in saved.trees.values()}

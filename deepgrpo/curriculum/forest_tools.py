@@ -17,7 +17,7 @@ from deepgrpo.config.folders import find, run_folder
 from deepgrpo.curriculum.base import NEVER
 from deepgrpo.curriculum.forest_index import Counters, Event, Node, Tree
 from deepgrpo.curriculum.forest_state import NODE_FIELDS, TREE_FIELDS, SavedForest, read
-from deepgrpo.data import readers
+from deepgrpo.data import dataset
 from deepgrpo.data.contamination import overlap
 from deepgrpo.types import Problem
 
@@ -344,8 +344,8 @@ def check_problems(saved: SavedForest, config: ml_collections.ConfigDict) -> Non
         )
 
 
-def _rows(spec: str, limit: int) -> list[readers.Row]:
-    rows = [row for row in readers.read(spec) if row.ground_truth is not None]
+def _rows(spec: str, limit: int) -> list[dataset.Row]:
+    rows = [row for row in dataset.read(spec) if row.ground_truth is not None]
     return rows[:limit] if limit else rows
 
 

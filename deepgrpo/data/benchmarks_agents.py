@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from deepgrpo.data import sources, tables
+from deepgrpo.data import tables
 from deepgrpo.data.benchmarks import DEEP_ANALYZE, REASONING, Benchmark, Context, Converted, Options, drop, example
 from deepgrpo.data.cells import LINE, PLAIN, SCALAR, TEXT, Maybe, Schema
-from deepgrpo.data.sources import Found, Split
-from deepgrpo.data.tables import Row
+from deepgrpo.data.tables import Found, Row, Split
 
 CONTEXT_TYPES = (".csv", ".xlsx", ".sqlite", ".md", ".json")
 CONTEXT_FILES = (  # of DABstep
@@ -80,7 +79,7 @@ def read_dabench(place: pathlib.Path, split: str, options: Options) -> Found:
     if [row["id"] for row in questions] != [row["id"] for row in labels]:
         raise ValueError(f"source: the ids of {paths[0]} and {paths[1]} are not the same; take both from one version")
     rows = [{**question, "label": label["common_answers"]} for question, label in zip(questions, labels, strict=True)]
-    return Found(rows, place, {path.name: sources.sha256(path) for path in paths})
+    return Found(rows, place, {path.name: tables.sha256(path) for path in paths})
 
 
 def dabench(rows: Sequence[Row], context: Context) -> Converted:
@@ -223,7 +222,7 @@ def read_dsbench_analysis(place: pathlib.Path, split: str, options: Options) -> 
                     "folder": str(folder.resolve()),
                 }
             )
-    return Found(rows, place, {"data.json": sources.sha256(place / "data.json")})
+    return Found(rows, place, {"data.json": tables.sha256(place / "data.json")})
 
 
 def workbook_text(folder: pathlib.Path, limit: int = WORKBOOK_TOKENS) -> str:
@@ -278,7 +277,7 @@ def read_dsbench_modeling(place: pathlib.Path, split: str, options: Options) -> 
                 "gold": float(results["GT"].read_text()),
             }
         )
-    return Found(rows, place, {"data.json": sources.sha256(place / "data.json")})
+    return Found(rows, place, {"data.json": tables.sha256(place / "data.json")})
 
 
 def dsbench_modeling(rows: Sequence[Row], context: Context) -> Converted:

@@ -12,8 +12,7 @@ from typing import Any
 from deepgrpo.data import repair
 from deepgrpo.data.benchmarks import REASONING, Benchmark, Context, Converted, drop, example
 from deepgrpo.data.cells import KEY, NOTHING, SCALAR, TEXT, Kind, Maybe, plain, scalar, whole
-from deepgrpo.data.sources import Split
-from deepgrpo.data.tables import Row
+from deepgrpo.data.tables import Row, Split
 
 ENDING = "Reason step by step. End your response with one line that starts with `Answer:` and holds nothing but the answer."
 THINKING = (

@@ -5,7 +5,7 @@ import pytest
 from configs import carry_chain, common, eval_drgrpo, eval_seed, gsm8k_0p5b, math_1p5b, smollm2
 from deepgrpo import config as config_lib
 from deepgrpo.config import rules, values
-from deepgrpo.data import readers
+from deepgrpo.data import dataset
 
 POSSIBLE = {
     **{"name": "run", "model.path": "models/m"},
@@ -161,12 +161,12 @@ def test_names_are_those_of_the_code():
     assert {name.partition(":")[0] for name in known} == set(teacher_rules.RULES)
     assert not any(values.wrong("teacher.oracle", name) for name in known) and values.wrong("teacher.oracle", "solutions")
     assert set(values.CHOICES["data.template"]) == templates.TEMPLATES.keys()
-    assert set(values.READERS) == readers.READERS.keys()
+    assert set(values.READERS) == dataset.READERS.keys()
 
 
 @pytest.mark.parametrize("name", ["carry_chain:train:4", "carry_chain:heldout:16", "arithmetic:train:3", "arithmetic:train:2:3"])
 def test_a_right_name_of_a_generated_set_is_read(name):
-    assert not values.wrong_set(name) and readers.read(name)
+    assert not values.wrong_set(name) and dataset.read(name)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_wrong_name_of_a_generated_set_says_the_shape(name):
     text = values.wrong_set(name)
     assert name in text and "SPLIT:COUNT" in text and "train or heldout" in text
     with pytest.raises(ValueError):
-        readers.read(name)
+        dataset.read(name)
 
 
 def test_a_scheduler_may_start_more_processes_than_the_configuration_can_use():

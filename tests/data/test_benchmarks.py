@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from deepgrpo import prepare
-from deepgrpo.data import readers
+from deepgrpo.data import dataset
 
 
 def run(name, tmp_path, *arguments):
@@ -147,7 +147,7 @@ def test_prepared_agent_rows_keep_what_graders_need(tmp_path):
     row = {"data_source": "x", "prompt": [{"role": "user", "content": "?"}], "agent_name": "deep_analyze_agent_loop"}
     row["reward_model"] = {"style": "rule", "ground_truth": "a.csv", "gold_result": 1.0}
     write(tmp_path / "x.parquet", [row, {**row, "data_source": "dabstep", "reward_model": {"style": "rule", "ground_truth": ""}}])
-    first, keyless = readers.read(f"verl:{tmp_path / 'x.parquet'}")
+    first, keyless = dataset.read(f"verl:{tmp_path / 'x.parquet'}")
     assert (
         first.extra["gold_result"] == 1.0
         and first.extra["agent_name"] == "deep_analyze_agent_loop"

@@ -6,9 +6,9 @@ import pyarrow.parquet
 import pytest
 
 from deepgrpo import prepare
-from deepgrpo.data import readers
+from deepgrpo.data import dataset
 from deepgrpo.data.dataset import load_problems
-from deepgrpo.data.sources import sha256
+from deepgrpo.data.tables import sha256
 from deepgrpo.data.tokenizer import load_tokenizer
 from tests.data import small_tokenizer
 
@@ -148,7 +148,7 @@ def test_prepared_files_train_like_the_source(source, tmp_path):
         assert [(p.prompt_ids.tolist(), p.ground_truth, p.data_source) for p in direct] == [
             (p.prompt_ids.tolist(), p.ground_truth, p.data_source) for p in prepared
         ]
-    assert readers.read(f"verl:{tmp_path}/math/train.parquet")[0].extra["agent_name"] == "reasoning_agent_loop"
+    assert dataset.read(f"verl:{tmp_path}/math/train.parquet")[0].extra["agent_name"] == "reasoning_agent_loop"
 
 
 def test_the_same_input_gives_the_same_bytes(source, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepgrpo.data import readers
+from deepgrpo.data import dataset
 from tests.data.test_prepare import run
 
 
@@ -22,6 +22,6 @@ def test_real_sets_are_complete(data_folder, tmp_path, name, counts):
     assert tuple(split["rows"] for split in report["splits"].values()) == counts
     assert not [note for split in report["splits"].values() for note in split["notes"] if "official number" in note]
     for split in report["splits"].values():
-        assert sum(row.ground_truth is None for row in readers.read(f"verl:{tmp_path / split['file']}")) == 0
+        assert sum(row.ground_truth is None for row in dataset.read(f"verl:{tmp_path / split['file']}")) == 0
     if name == "math":
         assert report["splits"]["train"]["repaired"] == {"answer corrected": 4}

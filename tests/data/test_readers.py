@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from deepgrpo.data import readers
+from deepgrpo.data import dataset
 from deepgrpo.rewards.answer import ALIASES, canonical
 from deepgrpo.rewards.grade import GRADERS, Answer, check_sources, grade
 
@@ -34,7 +34,7 @@ def test_one_set_in_every_container(tmp_path):
     for i, row in enumerate(ROWS):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "shards" / f"train-0000{i}-of-00002.parquet")
     for name in ("a.jsonl", "a.json", "a.parquet", "saved", "shards"):
-        rows = readers.read(f"gsm8k:{tmp_path / name}")
+        rows = dataset.read(f"gsm8k:{tmp_path / name}")
         assert [(row.question, row.ground_truth, row.data_source) for row in rows] == [
             ("2+3?", "5", "GSM8K"),
             ("900+100?", "1000", "GSM8K"),
@@ -44,7 +44,7 @@ def test_one_set_in_every_container(tmp_path):
 def test_keys_of_boxed_sets(tmp_path):
     answers = ["\\frac12", 142.0, ["0.01\n", "0.02\n"], "None", "", ["a", ""]]
     (tmp_path / "m.jsonl").write_text("".join(json.dumps({"problem": "?", "answer": a, "level": 3}) + "\n" for a in answers))
-    rows = readers.read(f"math:{tmp_path / 'm.jsonl'}")
+    rows = dataset.read(f"math:{tmp_path / 'm.jsonl'}")
     assert [row.ground_truth for row in rows] == [["\\frac12"], ["142.0"], ["0.01", "0.02"], None, None, None]
     assert rows[0].extra == {"level": 3} and rows[0].data_source == "MATH"
 
@@ -60,21 +60,21 @@ def test_verl_files_as_they_are(tmp_path):
         }
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
-    (row,) = readers.read(f"verl:{tmp_path / 'train.parquet'}")
+    (row,) = dataset.read(f"verl:{tmp_path / 'train.parquet'}")
     assert row.question == "1+1? Box it." and row.ground_truth == ["2"] and row.data_source == "MATH"
     assert row.messages == rows[0]["prompt"] and row.extra == {"split": "train", "index": 0}
 
 
 def test_generated_sets():
-    train, held_out = readers.read("arithmetic:train:500"), readers.read("arithmetic:heldout:300")
+    train, held_out = dataset.read("arithmetic:train:500"), dataset.read("arithmetic:heldout:300")
     assert len({row.question for row in (*train, *held_out)}) == 800
     for row in train[:50]:
         a, b, c = (int(n) for n in row.question.removesuffix(" = ?").split(" + "))
         assert 10 <= min(a, b, c) and str(a + b + c) == row.ground_truth
-    assert readers.read("arithmetic:train:100:1")[:20] == readers.read("arithmetic:train:20:1")
-    assert {row.data_source for row in readers.read("carry_chain:heldout:3")} == {"carry_chain"}
+    assert dataset.read("arithmetic:train:100:1")[:20] == dataset.read("arithmetic:train:20:1")
+    assert {row.data_source for row in dataset.read("carry_chain:heldout:3")} == {"carry_chain"}
     with pytest.raises(ValueError, match="1-digit sums has only"):
-        readers.read("arithmetic:heldout:700:1")
+        dataset.read("arithmetic:heldout:700:1")
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_errors_name_file_and_remedy(tmp_path, spec, error, message):
     (tmp_path / "dict").mkdir()
     (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     if error is None:
-        assert readers.read(spec.format(tmp_path))
+        assert dataset.read(spec.format(tmp_path))
         return
     with pytest.raises(error, match=message):
-        readers.read(spec.format(tmp_path))
+        dataset.read(spec.format(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_errors_name_file_and_remedy(tmp_path, spec, error, message):
 )
 def test_real_sets(data_folder, spec, rows, bad_keys):
     name, file = spec.split(":")
-    read = readers.read(f"{name}:{data_folder / file}")
+    read = dataset.read(f"{name}:{data_folder / file}")
     assert len(read) == rows and sum(row.ground_truth is None for row in read) == bad_keys
     check_sources({row.data_source for row in read})
 
@@ -156,4 +156,4 @@ def test_names_of_others_have_the_grader_that_their_answers_need():
     ],
 )
 def test_rows_of_loops_that_do_not_exist_are_recognised(row, needs):
-    assert readers.several_turns({"prompt": [{"role": "user"}]} | row) == needs
+    assert dataset.several_turns({"prompt": [{"role": "user"}]} | row) == needs

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from deepgrpo.data import sources
+from deepgrpo.data import tables
 from deepgrpo.data.benchmarks import BENCHMARKS
 from deepgrpo.data.cells import KEY, TEXT
 from tests.data.test_readers import save_to_disk
@@ -28,10 +28,10 @@ def write(path, rows=ROWS):
 def test_a_folder_with_files_under_usual_names(tmp_path):
     write(tmp_path / "math_lvl3to5_8k_train.jsonl")
     write(tmp_path / "math500.jsonl", ROWS[:1])
-    train = sources.load(tmp_path, "train", TRAIN, False, {"problem": TEXT, "answer": KEY})
-    test = sources.load(tmp_path, "test", TEST, False, {"problem": TEXT, "answer": KEY})
+    train = tables.load(tmp_path, "train", TRAIN, False, {"problem": TEXT, "answer": KEY})
+    test = tables.load(tmp_path, "test", TEST, False, {"problem": TEXT, "answer": KEY})
     assert (train.rows, test.rows) == (ROWS, ROWS[:1])
-    assert train.files == {"math_lvl3to5_8k_train.jsonl": sources.sha256(train.path)} and len(train.files[train.path.name]) == 64
+    assert train.files == {"math_lvl3to5_8k_train.jsonl": tables.sha256(train.path)} and len(train.files[train.path.name]) == 64
 
 
 def test_saved_sets_of_the_original_recipe(tmp_path):
@@ -41,13 +41,13 @@ def test_saved_sets_of_the_original_recipe(tmp_path):
     (saved / "dataset_dict.json").write_text('{"splits": ["train"]}')
     for name in ("math", "aime"):
         save_to_disk(tmp_path / "evaluation_suite" / name, ROWS[:1])
-    assert sources.load(tmp_path, "train", TRAIN, False, {}).rows == ROWS
-    assert sources.load(saved, "train", TRAIN, False, {}).rows == ROWS
-    assert sources.load(tmp_path, "test", TEST, False, {}).rows == ROWS[:1]
+    assert tables.load(tmp_path, "train", TRAIN, False, {}).rows == ROWS
+    assert tables.load(saved, "train", TRAIN, False, {}).rows == ROWS
+    assert tables.load(tmp_path, "test", TEST, False, {}).rows == ROWS[:1]
     (tmp_path / "evaluation_suite" / "dataset_dict.json").write_text('{"splits": ["math", "aime"]}')
-    found = sources.load(tmp_path / "evaluation_suite", "test", BENCHMARKS["aime24"].splits["test"], True, {})
+    found = tables.load(tmp_path / "evaluation_suite", "test", BENCHMARKS["aime24"].splits["test"], True, {})
     assert found.path.name == "aime" and list(found.files) == ["data-00000-of-00001.arrow"]
-    assert sources.load(tmp_path / "evaluation_suite" / "aime", "test", TEST, True, {}).rows == ROWS[:1]
+    assert tables.load(tmp_path / "evaluation_suite" / "aime", "test", TEST, True, {}).rows == ROWS[:1]
 
 
 def test_shards_of_a_hub_repository(tmp_path, monkeypatch):
@@ -58,9 +58,9 @@ def test_shards_of_a_hub_repository(tmp_path, monkeypatch):
         snapshot_download=lambda name, **more: asked.update(more, name=name) or str(tmp_path / "snapshot")
     )
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    place = sources.open_source("openai/gsm8k", "v1")
+    place = tables.open_source("openai/gsm8k", "v1")
     assert (asked["name"], asked["repo_type"], asked["revision"]) == ("openai/gsm8k", "dataset", "v1")
-    found = sources.load(place, "train", BENCHMARKS["gsm8k"].splits["train"], False, {})
+    found = tables.load(place, "train", BENCHMARKS["gsm8k"].splits["train"], False, {})
     assert found.rows == ROWS and len(found.files) == 2
 
 
@@ -70,13 +70,13 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=refuse))
     with pytest.raises(ConnectionError, match=r"owner/name is no local path.*OSError: no route\).*hf download owner/name"):
-        sources.open_source("owner/name")
+        tables.open_source("owner/name")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConnectionError, match="pip install huggingface_hub"):
-        sources.open_source("owner/name")
+        tables.open_source("owner/name")
     for path in ("data/gsm8k.jsonl", "./nowhere", "/a/b/c"):
         with pytest.raises(FileNotFoundError, match="does not exist"):
-            sources.open_source(path)
+            tables.open_source(path)
 
 
 @pytest.mark.parametrize(
@@ -87,28 +87,28 @@ def test_test_files_do_not_become_training_data(tmp_path, name):
     path = tmp_path / name
     save_to_disk(path, ROWS) if name == "validation" else write(path)
     with pytest.raises(ValueError, match="is a test or validation file.*--allow-test-as-train"):
-        sources.load(path, "train", TRAIN, True, {})
-    assert sources.load(path, "train", TRAIN, True, {}, allow_test=True).rows == ROWS
-    assert sources.load(path, "test", TEST, True, {}).rows == ROWS
+        tables.load(path, "train", TRAIN, True, {})
+    assert tables.load(path, "train", TRAIN, True, {}, allow_test=True).rows == ROWS
+    assert tables.load(path, "test", TEST, True, {}).rows == ROWS
 
 
 @pytest.mark.parametrize("name", ["latest.jsonl", "contest_train.jsonl", "devices.jsonl", "amc_aime_train.jsonl"])
 def test_names_that_only_look_like_tests(tmp_path, name):
-    assert not sources.held_out(tmp_path / name)
+    assert not tables.held_out(tmp_path / name)
 
 
 def test_what_is_missing_or_ambiguous_is_named(tmp_path):
     write(tmp_path / "train_a.json")
     write(tmp_path / "train_b.json")
-    split = sources.Split(("train*.json",), train=True)
+    split = tables.Split(("train*.json",), train=True)
     with pytest.raises(
         ValueError, match=r"several files could be train: .*train_a.json, .*train_b.json. Choose: --split train=PATH"
     ):
-        sources.load(tmp_path, "train", split, False, {})
+        tables.load(tmp_path, "train", split, False, {})
     with pytest.raises(FileNotFoundError, match=r"no test split in .*looked for math500.jsonl.*found train_a.json, train_b.json"):
-        sources.load(tmp_path, "test", TEST, False, {})
+        tables.load(tmp_path, "test", TEST, False, {})
     with pytest.raises(ValueError, match="is one file, several splits are wanted"):
-        sources.load(tmp_path / "train_a.json", "test", TEST, False, {})
+        tables.load(tmp_path / "train_a.json", "test", TEST, False, {})
     save_to_disk(tmp_path / "saved", ROWS)
     with pytest.raises(ValueError, match="is one saved split, several are wanted"):
-        sources.load(tmp_path / "saved", "test", TEST, False, {})
+        tables.load(tmp_path / "saved", "test", TEST, False, {})

@@ -193,32 +193,24 @@ def find(path: str | pathlib.Path) -> Place:
 
 
 def _place(path: pathlib.Path, given: pathlib.Path) -> Place:
-    if (path / HEADER).is_file():
-        return _whole_step(path.parent) if (path.parent / MANIFEST).is_file() else Place(path)
-    if (path / MANIFEST).is_file():
-        return _whole_step(path)
-    steps = path / "checkpoints"
-    if not steps.is_dir():
+    step = path.parent if (path / HEADER).is_file() else path  # the step that the path is, or that it is the forest of
+    if (step / MANIFEST).is_file():
+        steps = [step]
+    elif step != path:
+        return Place(path)
+    elif (path / "checkpoints").is_dir():
+        steps = [entry for entry in (path / "checkpoints").iterdir() if entry.name.isdecimal()]
+    else:
         names = ", ".join(sorted(entry.name for entry in path.iterdir())[:12]) or "nothing"
         raise ValueError(f"{given}: found {names}; {EXPECTED}")
     defects = []
-    for step in sorted((int(entry.name) for entry in steps.iterdir() if entry.name.isdecimal()), reverse=True):
-        problem = defect(steps / str(step))
+    for step in sorted(steps, key=lambda step: int(step.name) if step.name.isdecimal() else -1, reverse=True):
+        problem = defect(step)
         if problem is None:
-            return _step_place(steps / str(step))
+            run = step.parent.parent
+            return Place(step / CURRICULUM, int(step.name), run if (run / "config.json").is_file() else None)
         defects.append(f"{step}: {problem}")
-    raise ValueError(f"{steps}: no complete step with a forest ({'; '.join(defects) or 'it is empty'})")
-
-
-def _whole_step(folder: pathlib.Path) -> Place:
-    if problem := defect(folder):
-        raise ValueError(f"{folder}: cannot be used: {problem}")
-    return _step_place(folder)
-
-
-def _step_place(folder: pathlib.Path) -> Place:
-    run = folder.parent.parent
-    return Place(folder / CURRICULUM, int(folder.name), run if (run / "config.json").is_file() else None)
+    raise ValueError(f"{given}: no complete step with a forest ({'; '.join(defects) or 'there is none'})")
 
 
 def defect(folder: pathlib.Path) -> str | None:

@@ -26,12 +26,10 @@ from typing import Any
 
 import ml_collections
 
-from deepgrpo.endpoint import breaker as breakers
 from deepgrpo.endpoint import reply as replies
-from deepgrpo.endpoint.budget import Budget, Cost
 from deepgrpo.endpoint.cache import ReplyCache, request_key
 from deepgrpo.endpoint.errors import EndpointError, Refused, TryAgain, Unavailable
-from deepgrpo.endpoint.health import Health
+from deepgrpo.endpoint.health import CLOSED, FAILURE, SUCCESS, UNKNOWN, Budget, Cost, Health
 from deepgrpo.endpoint.reply import Payload
 
 BACKOFF_BASE, BACKOFF_CAP, BACKOFF_JITTER = 0.5, 8.0, 0.2  # seconds
@@ -91,8 +89,7 @@ class Client:
         self._max_tokens = section.max_tokens or (room if limited else 0)
         self._strict = strict_reference
         self.extra_body = extra_body(section.enable_thinking)
-        self._breaker = breakers.CircuitBreaker(clock)
-        self.health = Health(self._breaker, name, section.base_url, section.model, section.api_key_env)
+        self.health = Health(name, section, clock)
         self._cache = cache
         self._transport, self._sleep, self._clock = transport, sleep, clock
         self._jitter = random.Random(name)
@@ -289,10 +286,9 @@ class Client:
         try:
             reserved = await self._reserve(request, deadline_at)
             try:
-                if not self._breaker.acquire():
+                if not self.health.acquire():
                     self._count("breaker_refusals")
-                    what = f"{self._section.base_url}: circuit breaker is {self._breaker.state}"
-                    raise Unavailable("breaker_open", what, retryable=False)
+                    raise Unavailable("breaker_open", f"{self._section.base_url}: the circuit breaker is open", retryable=False)
                 return await self._measured(request, min(self._section.timeout, self._remaining(deadline_at)))
             finally:
                 self._budget.release(reserved)
@@ -317,12 +313,12 @@ class Client:
     async def _measured(self, request: Mapping[str, Any], timeout: float) -> Payload:
         started, body = self._clock(), ""
         self._in_flight += 1
-        this, verdict, failed = self.health.send(), self._breaker.abandon, None  # cancelled: nothing learned
+        this, verdict, failed = self.health.send(), UNKNOWN, None  # cancelled: nothing learned
         self._count("http_requests")
         try:
             body = await self._transport(request, timeout)
             payload = self._read(body, request)
-            verdict = self._breaker.success
+            verdict = SUCCESS
             self.health.answered(this, whole="lacks" not in payload)
             return payload | {"latency": round(self._clock() - started, 6)}
         except EndpointError as error:
@@ -335,9 +331,9 @@ class Client:
             if error.kind == "rate_limit":
                 raise  # "slow down" is a living endpoint's word
             if isinstance(error, Refused) and self.health.blames(request["messages"][-1]["content"]):
-                verdict = self._breaker.success
+                verdict = SUCCESS
                 raise
-            verdict = self._breaker.failure
+            verdict = FAILURE
             if isinstance(error, Refused):
                 raise Unavailable(error.kind, str(error), retryable=False) from error
             raise
@@ -404,13 +400,13 @@ class Client:
 
     def capacity(self) -> int:
         """Questions that may be asked now: none while the breaker is open or the budget spent, one to probe a half-open one."""
-        if not self._breaker.ready() or self._budget.spent() or self._clock() < self._quiet_until:
+        if not self.health.ready() or self._budget.spent() or self._clock() < self._quiet_until:
             return 0
-        return self._section.max_concurrent if self._breaker.state == breakers.CLOSED else 1
+        return self._section.max_concurrent if self.health.state == CLOSED else 1
 
     def retry_in(self) -> float:
         """Seconds until `capacity` may rise from 0; inf once the budget is spent."""
-        return math.inf if self._budget.spent() else max(self._breaker.retry_in(), self._quiet_until - self._clock())
+        return math.inf if self._budget.spent() else max(self.health.retry_in(), self._quiet_until - self._clock())
 
     def metrics(self) -> dict[str, float]:
         """Cumulative counters and the present state. `http_*` count what went over the wire in fact; the others do not depend on
@@ -420,7 +416,7 @@ class Client:
         metrics = {name: float(counts.get(name, 0)) for name in COUNTERS}
         metrics |= {"money": self._budget.money(), "tokens": metrics["prompt_tokens"] + metrics["completion_tokens"]}
         metrics |= {"in_flight": float(self._in_flight), "available": float(self.health.answering and self.capacity() > 0)}
-        metrics |= {"breaker_state": breakers.LEVELS[self._breaker.state], "breaker_opened": float(self._breaker.times_opened)}
+        metrics |= {"breaker_state": self.health.state, "breaker_opened": float(self.health.times_opened)}
         for percent in PERCENTILES if latencies else ():
             metrics[f"latency_p{percent}"] = latencies[math.ceil(percent / 100 * len(latencies)) - 1]
         return {f"{self._name}/{name}": value for name, value in metrics.items()}
@@ -448,17 +444,8 @@ ODD = {
     "http_many_choices": "several choices came for one question; the first is read",
 }
 COUNTERS = (
-    *(
-        "replies",
-        "cache_hits",
-        "unparsed",
-        "tried_again",
-        "prompt_tokens",
-        "completion_tokens",
-        "budget_refusals",
-        "breaker_refusals",
-        "deadlines",
-    ),
+    *("replies", "cache_hits", "unparsed", "tried_again", "prompt_tokens", "completion_tokens"),
+    *("budget_refusals", "breaker_refusals", "deadlines"),
     *("http_requests", "http_retries", "http_rate_limit", "http_server", "http_timeout", "http_transport", "http_junk"),
     *("http_access", "http_refused", "http_no_usage", "http_many_choices", "http_cut", "http_filtered", "http_empty"),
     *("http_lost_prompt_tokens", "http_lost_completion_tokens"),

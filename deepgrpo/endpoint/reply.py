@@ -8,9 +8,8 @@ from typing import Any
 from deepgrpo.config.errors import redact
 from deepgrpo.endpoint.errors import failure, words
 
-Payload = dict[
-    str, Any
-]  # text, prompt_tokens, completion_tokens, latency, and "lacks" where one is not whole: what is kept of it
+# What is kept of a reply: text, prompt_tokens, completion_tokens, latency, and "lacks" where it is not whole.
+Payload = dict[str, Any]
 
 MOST_TOKENS = 4 << 20  # of one request, if nothing else bounds it
 BYTES_A_TOKEN = 16  # no text has longer tokens on the average: fewer were not reported in earnest

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple, Protocol
 import ml_collections
 
 from deepgrpo.curriculum.base import Curriculum, Failure
-from deepgrpo.endpoint.breaker import FAILURES, SECONDS
 from deepgrpo.endpoint.cache import ReplayMiss, ReplyCache
 from deepgrpo.endpoint.client import open_client
+from deepgrpo.endpoint.health import FAILURES, SECONDS
 from deepgrpo.rewards.grade import missing_form
 from deepgrpo.rewards.rubric import Rubric
 from deepgrpo.teacher import oracle

@@ -24,7 +24,7 @@ def client(base_url: str, name: str = "teacher", **settings: Any) -> Client:
     }
     made = Client(name, section, **settings)
     for key, value in decided.items():
-        setattr(made if hasattr(made, key) else made.health.breaker, key, value)
+        setattr(made if hasattr(made, key) else made.health, key, value)
     return made
 
 

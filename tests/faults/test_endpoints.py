@@ -12,8 +12,8 @@ from configs import carry_chain as experiment
 from deepgrpo.curriculum import create
 from deepgrpo.data import carry_chain, dataset
 from deepgrpo.data.tokenizer import load_tokenizer
-from deepgrpo.endpoint import breaker, transport
 from deepgrpo.endpoint import client as client_lib
+from deepgrpo.endpoint import health, transport
 from deepgrpo.endpoint.client import Client
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.rewards.grade import grade
@@ -97,7 +97,7 @@ class Loop:
 @pytest.fixture
 def loop(failed, tmp_path, monkeypatch):
     monkeypatch.setattr(client_lib, "Client", functools.partial(Client, sleep=soon))
-    monkeypatch.setattr(breaker, "SECONDS", 0.01)
+    monkeypatch.setattr(health, "SECONDS", 0.01)
     monkeypatch.setattr(transport, "BODY_LIMIT", 1 << 20)  # so that what has no end costs little
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the machine's proxy is not for its own traffic

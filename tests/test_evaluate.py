@@ -152,7 +152,7 @@ def test_vllm_gives_the_same_greedy_answers(model, tmp_path, monkeypatch):
     embedding = {"embedding": params["embed_tokens"]["embedding"][:260]}
     hf.save(params | {"embed_tokens": embedding}, real, tmp_path / "served", jnp.float32, model)
     fake = FakeVllm(tmp_path / "served", run_id="eval-seed-math", ours=False)
-    keys = {"rollout__engine": "vllm", "vllm__attach": fake.url, "vllm__block_size": 8, "weights__folder": tmp_path / "w"}
+    keys = {"rollout__engine": "vllm", "vllm__attach": fake.url, "weights__folder": tmp_path / "w"}
     served = run([f"--model={model}"], tmp_path / "vllm", **greedy, **keys)
     assert served["items"] == native["items"] and served["protocol"]["engine"] == "vllm of attached servers"
     texts = [[a["response"] for line in evaluation.read_lines(tmp_path / name / evaluation.ANSWERS) for a in line["answers"]]

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 
 from deepgrpo import config as config_lib
-from deepgrpo.config import flags
+from deepgrpo.config import flags, rules
 from deepgrpo.config.streams import steady, tool
 from deepgrpo.config.values import CHOICES
 from deepgrpo.data import dataset, templates
@@ -86,7 +86,7 @@ def configure(args: argparse.Namespace, rest: list[str]):
         step = runs.step_folder(args.checkpoint, args.best)
         model = args.model or runs.starting_model(step)
         runs.require_vocabulary(step, model)
-    config, _ = config_lib.from_command_line(["evaluate", *rest, *([f"--config.model.path={model}"] if model else [])], OWN)
+    config, _ = rules.from_command_line(["evaluate", *rest, *([f"--config.model.path={model}"] if model else [])], OWN)
     if not config.data.validation:
         raise config_lib.ConfigError("data.validation names no set to evaluate on: add --config.data.validation=NAME:PATH")
     needed = config.copy_and_resolve_references()

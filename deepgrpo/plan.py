@@ -23,6 +23,7 @@ import numpy as np
 
 from deepgrpo import config as config_lib
 from deepgrpo.config import flags as flags_lib
+from deepgrpo.config import rules
 from deepgrpo.config.rules import ORACLE
 from deepgrpo.config.streams import tool
 from deepgrpo.curriculum import pool_class
@@ -88,7 +89,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, config_lib.CommandLine, 
     add("--compile", action="store_true", help="compile the largest optimizer step and show XLA's account of its memory")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     arguments, rest = parser.parse_known_args(argv[1:])
-    config, line = config_lib.from_command_line([argv[0], *rest], FLAGS)
+    config, line = rules.from_command_line([argv[0], *rest], FLAGS)
     if arguments.device is None:
         arguments.device = "h100" if config.requires_accelerator else "cpu"
     return arguments, line, config

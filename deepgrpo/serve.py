@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import jax
 
 from deepgrpo import config as config_lib
-from deepgrpo.config import flags
+from deepgrpo.config import flags, rules
 from deepgrpo.preflight import vllm_python_problems
 from deepgrpo.rollout.vllm_server import START_SECONDS, TOKEN, VllmServer, VllmServerError
 from deepgrpo.telemetry.log import close_log, open_log
@@ -103,7 +103,7 @@ def parse(argv: Sequence[str]) -> tuple:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8100)
     own, rest = parser.parse_known_args(argv[1:])
-    config, _ = config_lib.from_command_line([argv[0], *rest], ("--host=ADDRESS", "--port=NUMBER"))
+    config, _ = rules.from_command_line([argv[0], *rest], ("--host=ADDRESS", "--port=NUMBER"))
     return config, own.host, own.port
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from deepgrpo import config as config_lib
 from deepgrpo import curriculum as curriculum_lib
-from deepgrpo.config import flags
+from deepgrpo.config import flags, rules
 from deepgrpo.curriculum import suffix_sft
 from deepgrpo.data import dataset as dataset_lib
 from deepgrpo.data import tokenizer as tokenizer_lib
@@ -70,7 +70,7 @@ def main(config, line) -> None:
             jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
         distributed.initialise(config.learner)
-        if problems := config_lib.process_problems(config, jax.process_count()):
+        if problems := rules.process_problems(config, jax.process_count()):
             raise config_lib.ConfigError("\n".join(problems))
         train(config, line, stack, Stop(), setup)  # only now: JAX's own handler of SIGTERM was in the way
 
@@ -299,4 +299,4 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
 
 
 if __name__ == "__main__":
-    flags.run(main, config_lib.from_command_line)
+    flags.run(main, rules.from_command_line)

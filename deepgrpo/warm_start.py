@@ -25,7 +25,7 @@ import optax
 from optax import contrib
 
 from deepgrpo import config as config_lib
-from deepgrpo.config import flags
+from deepgrpo.config import flags, rules
 from deepgrpo.config.streams import tool
 from deepgrpo.data import carry_chain, templates
 from deepgrpo.data import tokenizer as tokenizer_lib
@@ -249,4 +249,4 @@ def report(ability: Mapping[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    flags.run(tool()(main), config_lib.from_command_line, lasting=False)
+    flags.run(tool()(main), rules.from_command_line, lasting=False)

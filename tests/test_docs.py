@@ -7,6 +7,7 @@ import pytest
 
 from configs import common
 from deepgrpo import config as config_lib
+from deepgrpo.config import rules
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -93,4 +94,4 @@ def test_documented_configurations_are_accepted(words, monkeypatch, tmp_path):
     line = [word for word in words if word.startswith("--config") and not word.endswith("=")]
     for folder in re.findall(r"--config\.(?:teacher|judge)\.replay=(\S+)", " ".join(line)):
         line = [word.replace(folder, str(tmp_path)) for word in line]  # the one thing that a rule looks for on the disk
-    config_lib.from_command_line([words[0], *line])
+    rules.from_command_line([words[0], *line])

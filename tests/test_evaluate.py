@@ -12,6 +12,7 @@ import pytest
 
 from deepgrpo import config as config_lib
 from deepgrpo import evaluate, train
+from deepgrpo.config import rules
 from deepgrpo.rewards.service import GradingService
 from deepgrpo.telemetry import compare, evaluation
 from deepgrpo.weights import hf
@@ -183,7 +184,7 @@ def test_training_chooses_on_its_own_sets(student, tmp_path):
 
     def best(**more) -> dict:
         flags = [f"--config.{key}={value}" for key, value in (keys | more).items()]
-        train.main(*config_lib.from_command_line(["train", f"--config={ROOT / 'configs' / 'carry_chain.py'}", *flags]))
+        train.main(*rules.from_command_line(["train", f"--config={ROOT / 'configs' / 'carry_chain.py'}", *flags]))
         return json.loads((tmp_path / "own" / "best_checkpoint.json").read_text())
 
     with pytest.raises(SystemExit, match="4 questions of data.selection are also in"):

@@ -11,6 +11,7 @@ from benchmarks import exchange
 from configs import common
 from deepgrpo import config as config_lib
 from deepgrpo import forest, prepare, warm_start
+from deepgrpo.config import rules
 from deepgrpo.teacher import oracle
 from deepgrpo.telemetry import evaluation
 from deepgrpo.weights import runs
@@ -24,7 +25,7 @@ DEMO = f"--config={ROOT / 'configs' / 'carry_chain.py'}"
 
 def test_a_students_folder_that_is_in_use_is_refused_before_the_training(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    config, line = config_lib.from_command_line(["warm_start", DEMO, f"--config.model.path={tmp_path}"])
+    config, line = rules.from_command_line(["warm_start", DEMO, f"--config.model.path={tmp_path}"])
     with pytest.raises(config_lib.ConfigError, match=f"model.path = {tmp_path} exists and is no student .* set another"):
         warm_start.main(config, line)
 
@@ -74,7 +75,7 @@ def test_what_prepare_prints_can_be_given_to_a_training(tmp_path, capsys):
     prepare.main(["gsm8k", f"--source={tmp_path}", f"--out={tmp_path}/out", "--hold-out=1"])
     (printed,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("to use: ")]
     line = ["train", f"--config={ROOT / 'configs' / 'gsm8k_0p5b.py'}", *shlex.split(printed.removeprefix("to use: "))]
-    data = config_lib.from_command_line(line)[0].data
+    data = rules.from_command_line(line)[0].data
     assert [data.train, data.validation, data.selection] == [
         (f"verl:{tmp_path}/out/{split}.parquet",) for split in ("train", "test", "selection")
     ]

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from deepgrpo import config as config_lib
 from deepgrpo import train
+from deepgrpo.config import rules
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.teacher.oracle import MODEL, Oracle
@@ -56,7 +56,7 @@ def finish(process: subprocess.Popen, status: int = 0) -> str:
 
 
 def in_process(folder: pathlib.Path, **overrides: object) -> list[dict[str, float]]:
-    train.main(*config_lib.from_command_line(command(folder, **overrides)[2:]))
+    train.main(*rules.from_command_line(command(folder, **overrides)[2:]))
     return metrics_lib.read(next(folder.glob("*/metrics.jsonl")))
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from deepgrpo import config as config_lib
 from deepgrpo import warm_start
+from deepgrpo.config import rules
 from deepgrpo.data import carry_chain
 from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.model.config import ModelConfig
@@ -70,14 +71,14 @@ def test_made_once_and_another_recipe_is_another_folder(student, recipe, tmp_pat
     )
     experiment.write_text(text)
     argv = ["warm_start", f"--config={experiment}", f"--config.model.path={folder}"]
-    warm_start.main(*config_lib.from_command_line(argv))
+    warm_start.main(*rules.from_command_line(argv))
     assert f"cached in {folder}" in capsys.readouterr().out
     experiment.write_text(text.replace("'seed': 0", "'seed': 1"))
     with pytest.raises(config_lib.ConfigError, match="a student of another recipe"):
-        warm_start.main(*config_lib.from_command_line(argv))
+        warm_start.main(*rules.from_command_line(argv))
     experiment.write_text(text.partition("def")[0])
     with pytest.raises(config_lib.ConfigError, match="no function warm_start"):
-        warm_start.main(*config_lib.from_command_line(argv))
+        warm_start.main(*rules.from_command_line(argv))
 
 
 def test_every_part_of_the_recipe_names_the_folder(recipe):
@@ -85,7 +86,7 @@ def test_every_part_of_the_recipe_names_the_folder(recipe):
     changed["sloppy"]["forget"] = 0.5
     prints = [carry_chain.fingerprint(r) for r in (recipe, changed, recipe | {"seed": 1}, copy.deepcopy(recipe))]
     assert len(set(prints)) == 3 and prints[0] == prints[3]
-    config, _ = config_lib.from_command_line(["train", f"--config={EXPERIMENT}"])
+    config, _ = rules.from_command_line(["train", f"--config={EXPERIMENT}"])
     mine = runpy.run_path(str(EXPERIMENT))["warm_start"]().to_dict()
     assert config.model.path.endswith(carry_chain.fingerprint(mine))
 

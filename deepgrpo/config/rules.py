@@ -12,13 +12,22 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from deepgrpo import curriculum as pools
+from deepgrpo.config import flags
 from deepgrpo.config.errors import ConfigError, Finding
-from deepgrpo.config.flags import flatten, load_schema
-from deepgrpo.config.values import inside, pools, wrong
+from deepgrpo.config.flags import CommandLine, flatten, load_schema
+from deepgrpo.config.values import inside, wrong
 
 ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
 STEP_CHECKED = ("carry_chain", "arithmetic")  # data sets whose grader reports how much of a wrong answer was right
 VLLM_TEMPERATURES = "[0.01, 2]"  # above it refuses; anything between 0 and 0.01 it silently takes for 0.01
+
+
+def from_command_line(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[config_dict.ConfigDict, CommandLine]:
+    """Reads the command line as `flags.read` does and checks every value; raises ConfigError with all problems."""
+    config, line = flags.read(argv, others)
+    validate(config)
+    return config, line
 
 
 def validate(config: config_dict.ConfigDict) -> None:

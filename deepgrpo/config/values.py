@@ -4,12 +4,11 @@ Numbers are finite and at least 0; the tables below hold the exceptions.
 """
 
 import difflib
-import importlib
 import math
 import re
 from typing import Any
 
-pools = importlib.import_module("deepgrpo.curriculum")  # a floor above, hence by its name; only what is asked for is imported
+from deepgrpo.curriculum import POOLS
 
 GENERATED = {  # data sets that come from a generator, not from a file: what follows their name
     "carry_chain": (r"(train|heldout):0*[1-9]\d*", "SPLIT:COUNT"),
@@ -30,7 +29,7 @@ CHOICES = {
     "loop": ("reasoning", "treerl"),
     "teacher.enable_thinking": ("true", "false", "unset"),
     "judge.enable_thinking": ("true", "false", "unset"),
-    "curriculum.pool": pools.POOLS,
+    "curriculum.pool": POOLS,
     "curriculum.injection_mode": ("add", "replace"),
     "curriculum.failures": ("all", "longest_prefix"),
     "curriculum.cut": ("teacher", "own", "random", "solution"),

@@ -4,7 +4,7 @@ import pytest
 
 from configs import ablations, common
 from deepgrpo import config as config_lib
-from deepgrpo.config import flags
+from deepgrpo.config import flags, rules
 
 ARMED = {
     "configs/smollm2.py": ("gsm8k",),
@@ -14,7 +14,7 @@ ARMED = {
 
 
 def load(experiment: str):
-    return config_lib.from_command_line(["train.py", f"--config={flags.ROOT / experiment}"])[0]
+    return rules.from_command_line(["train.py", f"--config={flags.ROOT / experiment}"])[0]
 
 
 @pytest.mark.parametrize("experiment", [*flags.experiments(), *(f"{path}:{arm}" for path, arms in ARMED.items() for arm in arms)])

@@ -9,7 +9,7 @@ import pytest
 
 from configs import common
 from deepgrpo import config as config_lib
-from deepgrpo.config import flags
+from deepgrpo.config import flags, rules
 from tests.conftest import ROOT
 
 EXPERIMENT = """
@@ -38,7 +38,7 @@ def experiment(tmp_path):
 
 def message(*arguments, others=()) -> str:
     with pytest.raises(config_lib.ConfigError) as error:
-        config_lib.from_command_line(["train.py", *arguments], others)
+        rules.from_command_line(["train.py", *arguments], others)
     return str(error.value)
 
 
@@ -48,7 +48,7 @@ def test_values_of_every_type(experiment):
         *("--config.curriculum.pool=none", "--config.learner.mesh=(1,2,-1)", "--config.teacher.temperatures=0,1"),
         *("--config.data.train=(gsm8k:a b.jsonl, math:c.parquet)", "--config.data.limit", "5"),
     ]
-    config, line = config_lib.from_command_line(["train.py", *arguments])
+    config, line = rules.from_command_line(["train.py", *arguments])
     assert (config.name, config.seed, config.optim.lr, config.strict_reference) == ("test-luffy", 3, 3e-4, True)
     assert config.learner.mesh == (1, 2, -1) and config.teacher.temperatures == (0.0, 1.0)
     assert config.data.train == ("gsm8k:a b.jsonl", "math:c.parquet") and config.data.limit == 5
@@ -63,7 +63,7 @@ def test_values_of_every_type(experiment):
 )
 def test_truth(experiment, flag, value):
     flag = "--noconfig.strict_reference" if flag == "no" else f"--config.strict_reference{flag}"
-    assert config_lib.from_command_line(["train.py", experiment(), flag])[0].strict_reference is value
+    assert rules.from_command_line(["train.py", experiment(), flag])[0].strict_reference is value
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_unknown_argument_is_compared_with_the_programs_own_flags():
 @pytest.mark.parametrize("program", ["train", "warm_start", "serve"])
 def test_help_is_the_programs_own_and_lists_every_key_with_its_default(program, capsys):
     with pytest.raises(SystemExit) as error:
-        config_lib.from_command_line([f"/elsewhere/{program}.py", "--help"])
+        rules.from_command_line([f"/elsewhere/{program}.py", "--help"])
     text = capsys.readouterr().out
     assert error.value.code == 0
     assert text.count(f"python -m deepgrpo.{program} --config=") > 1  # the usage, and an example of the docstring
@@ -145,8 +145,8 @@ def test_help_is_the_programs_own_and_lists_every_key_with_its_default(program, 
 def test_before_jax():
     """A key that is wrong ends the program before JAX is imported."""
     code = (
-        "import sys; from deepgrpo import config\n"
-        "try: config.from_command_line(['x', '--config=configs/carry_chain.py', '--config.sede=1'])\n"
+        "import sys; from deepgrpo.config import rules\n"
+        "try: rules.from_command_line(['x', '--config=configs/carry_chain.py', '--config.sede=1'])\n"
         "finally: print('jax' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -141,7 +141,7 @@ def test_what_works(edits):
 
 def test_all_problems_come_in_one_error_and_none_over_a_value_that_is_wrong_by_itself():
     with pytest.raises(config_lib.ConfigError) as error:
-        config_lib.validate(given({"rollout.n": 1, "data.batch_size": 0, "learner.buckets": (256,)}))
+        rules.validate(given({"rollout.n": 1, "data.batch_size": 0, "learner.buckets": (256,)}))
     assert "3 problems" in str(error.value) and "mini_batch" not in str(error.value)
     (problem,) = rules.problems(given({"data.train": ("carrychain:train:16",)}, base=carry_chain.get_config))
     assert problem.startswith("data.train = ") and problem.endswith("did you mean carry_chain?")
@@ -184,10 +184,10 @@ def test_a_wrong_name_of_a_generated_set_says_the_shape(name):
 
 
 def test_a_scheduler_may_start_more_processes_than_the_configuration_can_use():
-    assert config_lib.process_problems(given(), 1) == []
-    engine, folder = config_lib.process_problems(given(), 2)
+    assert rules.process_problems(given(), 1) == []
+    engine, folder = rules.process_problems(given(), 2)
     assert "2 processes" in engine and "rollout.engine=vllm" in engine and "weights.folder" in folder
-    assert config_lib.process_problems(given(VLLM | {"weights.folder": "/shared"}), 2) == []
+    assert rules.process_problems(given(VLLM | {"weights.folder": "/shared"}), 2) == []
 
 
 #### Settings that do nothing

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from deepgrpo import config as config_lib
+from deepgrpo.config import rules
 from deepgrpo.preflight import check_inputs
 from deepgrpo.weights import run_folder
 from tests.conftest import ROOT
@@ -30,7 +31,7 @@ def arguments(folder: pathlib.Path, **overrides: object) -> list[str]:
 
 def configured(folder: pathlib.Path, **overrides: object):
     """(configuration, its command line) of such a run."""
-    return config_lib.from_command_line(["train", *arguments(folder, **overrides)])
+    return rules.from_command_line(["train", *arguments(folder, **overrides)])
 
 
 def started(folder: pathlib.Path, environment: dict[str, str] | None = None, **overrides: object) -> subprocess.Popen:

@@ -10,6 +10,7 @@ import pytest
 
 from deepgrpo import config as config_lib
 from deepgrpo import preflight
+from deepgrpo.config import rules
 from deepgrpo.data.dataset import usable_rows
 from tests.conftest import ROOT
 
@@ -116,7 +117,7 @@ def told(student, tmp_path, monkeypatch):
         flags |= {"data.train": ",".join(f"{name.replace(':', f':{tmp_path}/')}" for name in specs), "curriculum.failures": "all"}
         flags |= {name.replace("__", "."): value for name, value in overrides.items()}
         line = [f"--config.{key}={value}" for key, value in flags.items()]
-        config, _ = config_lib.from_command_line(["train", "--config=configs/carry_chain.py", *line])
+        config, _ = rules.from_command_line(["train", "--config=configs/carry_chain.py", *line])
         try:
             return "\n".join(preflight.check_inputs(config))
         except config_lib.ConfigError as error:

@@ -10,6 +10,7 @@ import pytest
 
 from deepgrpo import config as config_lib
 from deepgrpo import preflight
+from deepgrpo.config import rules
 from deepgrpo.data import dataset
 from deepgrpo.data.tokenizer import load_tokenizer
 from tests.conftest import ROOT
@@ -160,7 +161,7 @@ def test_a_path_that_is_no_folder(student, path, what, remedy):
 
 def test_the_experiments_own_path_says_how_it_is_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    own = config_lib.from_command_line(["train", f"--config={ROOT}/configs/carry_chain.py"])[0]
+    own = rules.from_command_line(["train", f"--config={ROOT}/configs/carry_chain.py"])[0]
     with pytest.raises(config_lib.ConfigError, match="-> python -m deepgrpo.warm_start"):
         preflight.check_inputs(own)
 

@@ -8,6 +8,7 @@ import pytest
 
 from deepgrpo import config as config_lib
 from deepgrpo import preflight, train
+from deepgrpo.config import rules
 from deepgrpo.data import templates
 from deepgrpo.data.tokenizer import load_tokenizer
 from deepgrpo.weights import hf
@@ -84,7 +85,7 @@ def trained(folder, runs, steps):
     sizes = {"data.batch_size": 4, "optim.mini_batch_prompts": 4, "data.validation_limit": 8, "train.steps": steps}
     keys = lengths | sizes | {"name": folder.name, "run_dir": runs, "teacher.enabled": False, "checkpoint.every": 1}
     argv = ["train", "--config=configs/carry_chain.py", f"--config.model.path={folder}"]
-    train.main(*config_lib.from_command_line([*argv, *(f"--config.{key}={value}" for key, value in keys.items())]))
+    train.main(*rules.from_command_line([*argv, *(f"--config.{key}={value}" for key, value in keys.items())]))
     return json.loads((runs / folder.name / "metrics.jsonl").read_text().splitlines()[-1])
 
 

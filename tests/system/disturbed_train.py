@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 
-from deepgrpo import config as config_lib
 from deepgrpo import train
+from deepgrpo.config import rules
 from deepgrpo.rollout import vllm
 
 ANSWERS = 3  # of the call come first, so that the rest is under way
@@ -55,7 +55,7 @@ def main() -> None:
             harm(kind, self.fleet.replicas[0].server.pid)
 
     vllm._Call.finish = harmful
-    train.main(*config_lib.from_command_line(sys.argv[1:]))
+    train.main(*rules.from_command_line(sys.argv[1:]))
     assert not planned, f"never happened: {planned}"
 
 

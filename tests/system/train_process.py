@@ -13,8 +13,8 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[1]}
 
 import numpy as np  # noqa: E402
 
-from deepgrpo import config as config_lib  # noqa: E402
 from deepgrpo import train  # noqa: E402
+from deepgrpo.config import rules
 from deepgrpo.data import carry_chain  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
 from deepgrpo.types import Completion, as_ids  # noqa: E402
@@ -63,4 +63,4 @@ def open_engine(config, stack, learner, prompts, sampling, version, run):
 
 if __name__ == "__main__":
     train.open_engine = open_engine
-    train.main(*config_lib.from_command_line(["train.py", *sys.argv[2:]]))
+    train.main(*rules.from_command_line(["train.py", *sys.argv[2:]]))

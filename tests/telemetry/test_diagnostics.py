@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from deepgrpo import config as config_lib
-from deepgrpo.config import ConfigError
+from deepgrpo.config import ConfigError, rules
 from deepgrpo.telemetry import diagnostics, recover
 from deepgrpo.telemetry import metrics as metrics_lib
 from tests.telemetry.published_names import GROUPS, missing, names
@@ -102,4 +101,4 @@ def test_figures_of_the_curriculum(runs):
 )
 def test_what_cannot_work_is_refused(tmp_path, keys, named):
     with pytest.raises(ConfigError, match=named):
-        config_lib.from_command_line(command(tmp_path, **keys)[2:])
+        rules.from_command_line(command(tmp_path, **keys)[2:])

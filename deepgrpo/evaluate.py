@@ -50,7 +50,6 @@ from deepgrpo.weights import checkpoint as checkpoint_lib
 from deepgrpo.weights import fixed, run_folder, runs
 from deepgrpo.weights.engines import open_engine
 
-GRADERS = CHOICES["rewards.grader"]
 OWN = ("--checkpoint=RUN", "--best", "--model=FOLDER", "--out=FOLDER", "--regrade=FOLDER", "compare")  # besides --config
 
 
@@ -68,7 +67,9 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", type=pathlib.Path, help="Hugging Face folder")
     parser.add_argument("--out", type=pathlib.Path, help="folder of the answers (default: evaluations/ in run_dir)")
     parser.add_argument("--regrade", type=pathlib.Path, help="folder of an evaluation whose answers are marked again")
-    parser.add_argument("--grader", default="", choices=GRADERS, help="with --regrade: another rewards.grader than it had")
+    parser.add_argument(
+        "--grader", default="", choices=CHOICES["rewards.grader"], help="with --regrade: another rewards.grader than it had"
+    )
     args, rest = parser.parse_known_args(argv)
     if args.best and not args.checkpoint:
         parser.error("--best needs --checkpoint=RUN")
@@ -126,8 +127,9 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
     loaded: dict[str, list[Problem]] = {}
     lost: dict[str, int] = {}  # rows that never became a problem
     for spec in data.validation:
-        limits = (data.max_prompt_length, data.validation_limit)
-        loaded[spec], report = dataset_lib.load_problems(spec, tokenizer, data.template, *limits)
+        loaded[spec], report = dataset_lib.load_problems(
+            spec, tokenizer, data.template, data.max_prompt_length, data.validation_limit
+        )
         lost[spec] = report.rows - report.kept
         log.info("data: %s", report)
     files = collections.Counter(source for problems in loaded.values() for source in {p.data_source for p in problems})
@@ -144,13 +146,8 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
         "sets": set_digests(loaded, named),
         "template": data.template,
         "stop_ids": list(stop_ids),
-        "max_new_tokens": keys.max_new_tokens,
         "max_model_len": rollout.max_model_len,
-        "truncated": keys.truncated,
-        "temperature": keys.temperature,
-        "top_p": keys.top_p,
-        "top_k": keys.top_k,
-        "n": keys.n,
+        **{key: keys[key] for key in ("max_new_tokens", "truncated", "temperature", "top_p", "top_k", "n")},
         "threshold": config.rewards.threshold,
         "loop": config.loop,
         "grader": grader_version(),
@@ -162,8 +159,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
         protocol["date"] = date
     where = {"path": str(step or pathlib.Path(config.model.path).absolute()), "weights": fixed.digest(config.model.path, step)}
     settings = {"protocol": protocol, "model": where, "seed": config.seed, "chunk": CHUNK, "left_out": left_out}
-    settings["second_grader"] = keys.second_grader
-    settings["selection"] = selection(step, loaded)
+    settings |= {"second_grader": keys.second_grader, "selection": selection(step, loaded)}
     record = evaluation_lib.AnswerLog(out, settings)
 
     ################################################################################################################
@@ -173,10 +169,10 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
     missing = [(spec, start) for spec, start in chunks if f"{spec}#{start}" not in record.chunks]
     log.info("%s: %d of %d chunks are there", out, len(chunks) - len(missing), len(chunks))
     if missing:
-        sampling = Sampling(
-            keys.temperature, keys.top_p, keys.top_k, stop_ids, rollout.max_model_len, keys.max_new_tokens or None
-        )
-        engine = open_policy(config, step, stack, vocabulary, sampling, [p.prompt_ids for ps in loaded.values() for p in ps], out)
+        limits = (rollout.max_model_len, keys.max_new_tokens or None)
+        sampling = Sampling(keys.temperature, keys.top_p, keys.top_k, stop_ids, *limits)
+        asked = [p.prompt_ids for problems in loaded.values() for p in problems]
+        engine = open_policy(config, step, stack, vocabulary, sampling, asked, out)
         service = open_grading(config, stack, set(files), out / "judge")
         marks = Marks(service, keys.truncated)
         context = RolloutContext(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * service.deadline)
@@ -189,12 +185,9 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
             end_step()
             entries = []
             for group in groups:
-                problem = group.prompt.problem
-                seen = [
-                    reasoning.as_answer(context, group.prompt, rollout.completion, "evaluation") for rollout in group.rollouts
-                ]
-                name = named[spec][problem.index]
-                entries.append(evaluation_lib.entry_of(group, name, f"{file_of(spec)}#{problem.index}", seen))
+                index = group.prompt.problem.index
+                seen = [reasoning.as_answer(context, group.prompt, r.completion, "evaluation") for r in group.rollouts]
+                entries.append(evaluation_lib.entry_of(group, named[spec][index], f"{file_of(spec)}#{index}", seen))
             record.append(f"{spec}#{start}", entries)
             log.info("%s: %d of %d problems answered", spec, start + len(part), len(loaded[spec]))
 

@@ -48,7 +48,8 @@ from deepgrpo.rewards.weighted import part_means
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.teacher.none import NoTeacher
 from deepgrpo.teacher.worker import open_teacher
-from deepgrpo.telemetry import diagnostics, dumps, statistics
+from deepgrpo.telemetry import dumps, statistics
+from deepgrpo.telemetry.diagnostics import Diagnostics, rollout_mismatch
 from deepgrpo.telemetry.log import Progress, Timer, end_step, told
 from deepgrpo.telemetry.metrics import Metrics
 from deepgrpo.types import Prompt
@@ -169,8 +170,8 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     metrics_file = Metrics(run, config.telemetry.tensorboard, resumed_step=-1 if resumed is None else step)
     stack.callback(metrics_file.close)
     state_dump = dumps.StateDump(tokenizer.decode, stop_ids, config.rewards.threshold)
-    watch = diagnostics.Diagnostics(config, run, curriculum, learner, state_dump, problems, teacher, step)
-    loop = watch.timed(LOOPS[config.loop](config))
+    diagnostics = Diagnostics(config, run, curriculum, learner, state_dump, problems, teacher, step)
+    loop = diagnostics.timed(LOOPS[config.loop](config))
     teacher.start()  # only now: it takes work at once
     stack.callback(teacher.stop)
     rollout = config.rollout
@@ -203,7 +204,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
 
     def write_log(at: int, metrics: dict[str, float], update: PendingUpdate) -> dict[str, float]:
         metrics |= update.metrics()
-        metrics |= diagnostics.rollout_mismatch(metrics, rollout.mismatch_alert, config.model.dtype)
+        metrics |= rollout_mismatch(metrics, rollout.mismatch_alert, config.model.dtype)
         metrics_file.write(at, metrics)
         progress.update(at, metrics)
         end_step()
@@ -222,7 +223,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     progress = Progress(config.train, where())
     stack.callback(progress.close)
     if step == 0:
-        metrics = watch.recover(loop, context, 0, timer) | {"training/student_tokens": 0.0}
+        metrics = diagnostics.recover(loop, context, 0, timer) | {"training/student_tokens": 0.0}
         if held_out and config.validation.every:
             metrics |= validate(0)
         if len(metrics) > 1:
@@ -233,7 +234,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         log.info("nothing to do: %s is at %s", run, told(where()))
         return
 
-    rollouts = Rollouts(config, loop, context, background_context, dataset, curriculum, watch)
+    rollouts = Rollouts(config, loop, context, background_context, dataset, curriculum, diagnostics)
     stack.callback(rollouts.close)
     last, pending_log = False, None  # the log of the step before is written once the present step's update is under way
     while not last and (rollouts.pending or not stop.is_set()):
@@ -241,7 +242,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         with timer("step", f"step {step}"):
             #### Rollouts: the data set's prompts and the curriculum's hard states, graded as they finish
             batch = rollouts.take(step, timer)
-            watch.look(batch.groups, step)
+            diagnostics.look(batch.groups, step)
             student_tokens += batch.sampled
 
             #### Curriculum: mastered states retire, failures go to the teacher
@@ -256,7 +257,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
             validates = bool(held_out) and config.validation.every > 0 and (last or step % config.validation.every == 0)
             saves = last or (config.checkpoint.every > 0 and step % config.checkpoint.every == 0)
             # A checkpoint holds no half-made step, and nothing else uses the engine meanwhile.
-            if rollout.max_staleness and not (saves or validates or watch.recovers(step) or stop.is_set()):
+            if rollout.max_staleness and not (saves or validates or diagnostics.recovers(step) or stop.is_set()):
                 rollouts.start(step + 1)
             rows, row_metrics = training_rows(batch.trained, continuations, config, stop_ids, idle)
             update = learner.start_update(rows, step)
@@ -272,7 +273,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
             #### Validation
             if validates:
                 metrics |= validate(step)
-            metrics |= watch.recover(loop, context, step, timer)
+            metrics |= diagnostics.recover(loop, context, step, timer)
             if not rollouts.pending:
                 update.metrics()  # waits for the devices, which is part of the step
 
@@ -280,7 +281,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         metrics |= statistics.group_statistics(batch.groups, config.rewards.threshold) | part_means(batch.groups)
         metrics |= reached | row_metrics | batch.metrics | curriculum.metrics() | sft_metrics
         metrics |= teacher.metrics() | grading.metrics() | engine.metrics() | timer.metrics()
-        metrics |= watch.metrics(rows, metrics, step)
+        metrics |= diagnostics.metrics(rows, metrics, step)
         pending_log = (step, metrics, update)
         if not rollouts.pending:
             metrics, pending_log = write_log(*pending_log), None

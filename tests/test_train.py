@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +74,15 @@ def outcome(folder: pathlib.Path, student: pathlib.Path) -> dict[str, object]:
         "validation": {path.name: path.read_text() for path in sorted((run / "validation").glob("*"))},
         "rollouts": {path.name: path.read_text() for path in sorted((run / "rollouts").glob("*"))},
     }
+
+
+def assert_resumes_the_same(folder: pathlib.Path, student: pathlib.Path, **overrides: object) -> None:
+    """From its checkpoint half way, a finished run that keeps two comes to the same again."""
+    whole = outcome(folder, student)
+    assert (folder / "carry_chain" / "checkpoints" / str(STEPS // 2)).is_dir()
+    shutil.rmtree(folder / "carry_chain" / "checkpoints" / str(STEPS))  # as if it had been killed before
+    in_process(folder, **overrides)
+    assert_same(whole, outcome(folder, student))
 
 
 def assert_same(one: dict, other: dict) -> None:

@@ -4,11 +4,17 @@ import pytest
 
 from tests.telemetry.published_names import missing
 from tests.telemetry.test_documented import documented
-from tests.test_train import STEPS, assert_same, in_process, outcome
+from tests.test_train import STEPS, assert_resumes_the_same, in_process
 
 SMALL = {
     **{"data__batch_size": 4, "data__train": "carry_chain:train:8", "optim__mini_batch_prompts": 4, "validation__every": 0},
-    **{"checkpoint__every": 4, "telemetry__rollouts_every": 0, "curriculum__injection_mode": "add", "rollout__n": 4},
+    **{
+        "checkpoint__every": 4,
+        "checkpoint__keep": 2,
+        "telemetry__rollouts_every": 0,
+        "curriculum__injection_mode": "add",
+        "rollout__n": 4,
+    },
     "objective__teacher_reduction": "separate_stream_mean",
 }
 # The students' answers are all wrong, and so are almost all of their branches: a second reward makes a contrast among them.
@@ -45,15 +51,13 @@ def even_digits(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def train(student, tmp_path, even_digits):
-    """Trains an arm in one go, one of them also in two halves; both must come to the same. Returns the records."""
+    """Trains an arm; one of them is also resumed half way and must come to the same. Returns the records."""
 
     def run(arm):
         settings = SMALL | ARMS[arm]
         records = in_process(tmp_path / "whole", **settings)
         if arm == "luffy":  # it has all that a run holds; each pool by itself is resumed in tests/curriculum/test_resume.py
-            in_process(tmp_path / "halves", **settings, train__steps=STEPS // 2)
-            in_process(tmp_path / "halves", **settings)
-            assert_same(outcome(tmp_path / "whole", student), outcome(tmp_path / "halves", student))
+            assert_resumes_the_same(tmp_path / "whole", student, **settings)
         assert not missing(records, "actor", "data", "time", *PUBLISHED[arm])
         known, prefixes = documented(), ("branching/", "buffer/", "teacher/", "teacher_pool/", "failed_pool/", "critic/", "data/")
         assert not [name for r in records for name in r if name.startswith(prefixes) and not known.fullmatch(name)]

@@ -4,11 +4,11 @@ import pytest
 
 from tests.telemetry.published_names import missing
 from tests.telemetry.test_documented import documented
-from tests.test_train import STEPS, assert_same, in_process, outcome
+from tests.test_train import STEPS, assert_resumes_the_same, in_process
 
 SMALL = {
     **{"data__batch_size": 8, "data__train": "carry_chain:train:8", "optim__mini_batch_prompts": 8, "validation__every": 0},
-    **{"checkpoint__every": 4, "telemetry__rollouts_every": 0},
+    **{"checkpoint__every": 4, "checkpoint__keep": 2, "telemetry__rollouts_every": 0},
 }
 METRICS = {
     "chain": ("chain_pool/learning", "chain_pool/main_failures_enqueued_this_step", "synthetic_inject/failed_collected"),
@@ -22,9 +22,7 @@ def test_pool_trains(student, tmp_path, pool):
     settings = SMALL | {"curriculum__pool": pool}
     records = in_process(tmp_path / "whole", **settings)
     if pool == "chain":  # each pool by itself is resumed in tests/curriculum/test_resume.py
-        in_process(tmp_path / "halves", **settings, train__steps=STEPS // 2)
-        in_process(tmp_path / "halves", **settings)
-        assert_same(outcome(tmp_path / "whole", student), outcome(tmp_path / "halves", student))
+        assert_resumes_the_same(tmp_path / "whole", student, **settings)
     assert len(records) == STEPS and all(name in records[-1] for name in METRICS[pool])
     assert records[0]["synthetic_inject/injected_count"] == 0 and records[-1]["synthetic_inject/injected_count"] > 0
     assert records[-1]["teacher_worker/total_succeeded"] > 0

@@ -4,7 +4,7 @@ import json
 
 from deepgrpo.types import as_ids
 from tests.telemetry.test_documented import documented
-from tests.test_train import STEPS, assert_same, in_process, outcome
+from tests.test_train import STEPS, assert_resumes_the_same, in_process
 from tests.test_train_branches import CONTRAST, SMALL, even_digits  # noqa: F401, a fixture
 
 TREES = {"loop": "treerl", "curriculum__pool": "none", "treerl__M": 2, "treerl__N": 1, "treerl__L": 2, "treerl__T": 1}
@@ -13,9 +13,7 @@ SETTINGS = SMALL | CONTRAST | TREES | {"telemetry__rollouts_every": STEPS, "vali
 
 def test_trees_train_and_resume_bit_for_bit(student, tmp_path, even_digits):  # noqa: F811
     records = in_process(tmp_path / "whole", **SETTINGS)
-    in_process(tmp_path / "halves", **SETTINGS, train__steps=STEPS // 2)
-    in_process(tmp_path / "halves", **SETTINGS)
-    assert_same(outcome(tmp_path / "whole", student), outcome(tmp_path / "halves", student))
+    assert_resumes_the_same(tmp_path / "whole", student, **SETTINGS)
     known, steps = documented(), [record for record in records if record["step"]]
     prefixes = ("treerl/", "critic/", "data/", "actor/")
     assert len(steps) == STEPS

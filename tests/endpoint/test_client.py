@@ -102,12 +102,6 @@ def test_budget_is_exceeded_by_no_more_than_what_is_in_flight():
     assert fresh.capacity() == 0, "a resumed run has spent what it had spent"
 
 
-def test_replies_without_usage_still_count():
-    client = Scripted(['{"choices": [{"message": {"content": "ok then"}}]}']).client(token_budget=1)
-    run(lambda: client.ask("a question", ok))
-    assert client.metrics()["teacher/http_no_usage"] == 1 and client.capacity() == 0
-
-
 def test_breaker_opens_probes_and_closes():
     scripted = Scripted([DOWN])
     client = scripted.client(failures=3, seconds=30.0, retries=0)

@@ -96,20 +96,6 @@ def test_solution_replies(reply, solution):
     assert parsed(prompts.parse_solution, reply) == ({"error": "parse_error"} if solution is None else solution)
 
 
-@pytest.mark.parametrize(
-    "reply, index",
-    [
-        ('say {"first_error_step_index": 1}', None),
-        ('```json\n{"first_error_step_index": 1}\n```\n```json\n{"first_error_step_index": null}\n```', 1),
-        ('```\n[1]\n```\n```json\n{"first_error_step_index": {"a": 1}}\n```', None),
-        ("[1, 2]", None),
-        ("3", None),
-    ],
-)
-def test_index_replies(reply, index):
-    assert parsed(prompts.parse_index, reply) == ({"error": "parse_error"} if index is None else index)
-
-
 #### What the teacher is told
 
 MARKS = {"GSM8K": "####", "MATH": "\\boxed{", "AIME24": "\\boxed{", "carry_chain": "####", "arithmetic": "####"}

@@ -13,7 +13,6 @@ from deepgrpo.teacher.splice import (
     Codec,
     Limits,
     append_eos,
-    common_prefix,
     same_start,
     splice_text,
     splice_tokens,
@@ -190,7 +189,3 @@ def test_golden_append_eos(args, result):
             append_eos(args["ids"], args["mask"], eos)
     else:
         assert append_eos(args["ids"], args["mask"], eos) == (result["ids"], result["mask"], result["appended"])
-
-
-def test_common_prefix():
-    assert common_prefix([], [1]) == 0 and common_prefix([1, 2, 3], [1, 2]) == 2 and common_prefix([5], [6]) == 0

@@ -67,31 +67,26 @@ def feed(pool, text):
     return labels
 
 
-class FlatMode:
+class FailedPoolMode:
+    """A pool that corrects the rollouts of a pool of failures."""
+
     def __init__(self, args):
-        self.curriculum = made.create("flat")
+        self.flat = args["mode"] == "flat"
+        self.curriculum = made.create("flat" if self.flat else "suffixes")
         self.curriculum.failed = FailedPool(priority=args["failed_pool"] == "priority")
         self.labels = feed(self.curriculum.failed, args["feed"])
 
     def found(self, result):
-        entries = self.curriculum.entries.values()
-        return {"entries": [{"state_ids": e.state_ids.tolist(), "initial_p_hat": e.initial_p_hat} for e in entries]}
-
-
-class BranchPointsMode:
-    def __init__(self, args):
-        self.curriculum = made.create("suffixes")
-        self.curriculum.failed = FailedPool(priority=args["failed_pool"] == "priority")
-        self.labels = feed(self.curriculum.failed, args["feed"])
-
-    def found(self, result):
+        if self.flat:
+            entries = self.curriculum.entries.values()
+            return {"entries": [{"state_ids": e.state_ids.tolist(), "initial_p_hat": e.initial_p_hat} for e in entries]}
         names = {"prompt_ids": "state_ids", "prefix_ids": "prefix_ids", "suffix_ids": "suffix_ids"}
         return {
             "entries": [{k: getattr(e, name).tolist() for k, name in names.items()} for e in self.curriculum.annotated.entries]
         }
 
 
-MODES = {"forest": ForestMode, "chain": ChainMode, "flat": FlatMode, "branch_points": BranchPointsMode}
+MODES = {"forest": ForestMode, "chain": ChainMode, "flat": FailedPoolMode, "branch_points": FailedPoolMode}
 
 
 def deltas(read, previous):

@@ -64,7 +64,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.max_prompt_length = 512  # tokens after templating; longer prompts are filtered out and counted
     config.data.template = "chat"  # how a question becomes prompt ids: data/templates.py
     config.data.allow_overlap = False  # refuse training questions that are also held-out ones (data/contamination.py)
-    config.data.limit = 0  # keep only the first so many training rows; 0: all
     config.data.validation_limit = 0  # keep only the first so many rows of each validation set; 0: all
 
     config.rollout = section()
@@ -79,7 +78,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.max_staleness = (
         0  # versions that a rollout's weights may lag behind: 0 | 1 (the next step is rolled out during the update)
     )
-    config.rollout.mismatch_alert = 0.0  # mean |log-prob difference| of engine and learner that is warned of; 0: by dtype
 
     config.vllm = section()  # rollout.engine=vllm
     config.vllm.python = ".venv-vllm/bin/python"  # of the environment that launch/vllm_env.sh makes

@@ -161,7 +161,7 @@ def find_work(config: Any, arguments: argparse.Namespace, notes: list[str]) -> W
     if prompt is None or problems is None:
         try:
             tokenizer = tokenizer_lib.load_tokenizer(config.model.path)
-            keys = (tokenizer, config.data.template, config.data.max_prompt_length, config.data.limit)
+            keys = (tokenizer, config.data.template, config.data.max_prompt_length)
             found = [problem for spec in config.data.train for problem in dataset_lib.load_problems(spec, *keys)[0]]
             prompt = prompt or float(np.mean([len(problem.prompt_ids) for problem in found]))
             problems = problems or len(found)

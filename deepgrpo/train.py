@@ -204,7 +204,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
 
     def write_log(at: int, metrics: dict[str, float], update: PendingUpdate) -> dict[str, float]:
         metrics |= update.metrics()
-        metrics |= rollout_mismatch(metrics, rollout.mismatch_alert, config.model.dtype)
+        metrics |= rollout_mismatch(metrics, config.model.dtype)
         metrics_file.write(at, metrics)
         progress.update(at, metrics)
         end_step()

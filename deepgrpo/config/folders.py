@@ -34,7 +34,6 @@ HARMLESS = {  # by section, the keys that a resumed run may change, as they do n
     "train": "epochs steps student_tokens",
     "model": "origin",
     "data": "origin validation validation_limit selection",
-    "rollout": "mismatch_alert",
     "rewards": "workers deadline",
     "curriculum": "start_from",
     "sandbox": "allow_network",

@@ -327,7 +327,7 @@ def check_problems(saved: SavedForest, config: ml_collections.ConfigDict) -> Non
     """Compares with the run's data sets, read once more: only a new run's first minutes pay for it."""
     data, problems = config.data, [tree.problem for tree in saved.trees.values()]
     held_out = [row for spec in (*data.validation, *data.selection) for row in _rows(spec, data.validation_limit)]
-    graded = {row.data_source for row in held_out} | {row.data_source for spec in data.train for row in _rows(spec, data.limit)}
+    graded = {row.data_source for row in held_out} | {row.data_source for spec in data.train for row in _rows(spec)}
     if foreign := sorted({problem.data_source for problem in problems} - graded):
         raise ValueError(
             f"curriculum.start_from: its problems are of {', '.join(foreign)}, this run's data sets of "
@@ -344,7 +344,7 @@ def check_problems(saved: SavedForest, config: ml_collections.ConfigDict) -> Non
         )
 
 
-def _rows(spec: str, limit: int) -> list[dataset.Row]:
+def _rows(spec: str, limit: int = 0) -> list[dataset.Row]:
     rows = [row for row in dataset.read(spec) if row.ground_truth is not None]
     return rows[:limit] if limit else rows
 

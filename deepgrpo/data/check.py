@@ -74,7 +74,7 @@ def _warm_up(config: Any, count: int) -> list[Finding]:
 def _of_sets(config: Any, sources: dict[str, list[str]]) -> list[Finding]:
     """What the sets, each of them readable, do not allow."""
     data, optim, findings = config.data, config.optim, []
-    count = min(len(sources["train"]), data.limit * len(data.train) or len(sources["train"]))
+    count = len(sources["train"])
     if data.train and data.batch_size > count:
         what = f"data: a batch of data.batch_size={data.batch_size} can't be drawn from {count} training problems"
         findings.append(Finding(what, f"set --config.data.batch_size (and optim.mini_batch_prompts) to at most {count}"))

@@ -328,7 +328,7 @@ def load_sets(data: Any, key: str, tokenizer: Tokenizer) -> list[Problem]:
     """The problems of all sets that `data`, a section of the configuration, names under `key`; what was left out is logged."""
     loaded = []
     for spec in data[key]:
-        limit = data.limit if key == "train" else data.validation_limit
+        limit = 0 if key == "train" else data.validation_limit
         problems, report = load_problems(spec, tokenizer, data.template, data.max_prompt_length, limit)
         log.info("data: %s", report)
         loaded += problems
@@ -451,7 +451,7 @@ class Dataset:
                 "the checkpoint's data position belongs to another data set or order ("
                 + "; ".join(changed)
                 + "). Resume with the same "
-                "data.train, data.template, data.max_prompt_length, data.limit and seed, or start a new run"
+                "data.train, data.template, data.max_prompt_length and seed, or start a new run"
             )
         self.epoch, self._cursor, self._order = state["epoch"], state["cursor"], order
 

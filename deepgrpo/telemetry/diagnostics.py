@@ -181,17 +181,16 @@ def due(every: int, step: int) -> bool:
 #### Warnings: numbers that are out of range are logged, once a step
 
 
-def rollout_mismatch(metrics: Mapping[str, float], threshold: float, *dtypes: str) -> dict[str, float]:
-    """`rollout_mismatch/alert`: 1 where engine and learner disagree by more than `threshold`, which is also logged.
+def rollout_mismatch(metrics: Mapping[str, float], *dtypes: str) -> dict[str, float]:
+    """`rollout_mismatch/alert`: 1 where engine and learner disagree by more than their dtypes explain, which is also logged.
 
-    Empty when the step has no measurement. dtypes: of learner and engine, "" for the same; they decide if the threshold is 0 and
-    the rollouts are not stale.
+    Empty when the step has no measurement. dtypes: of learner and engine, "" for the same; stale rollouts have their own limit.
     """
     mean = metrics.get("rollout_mismatch/abs_mean")
     if mean is None:
         return {}
     expected = max(EXPECTED_MISMATCH[dtype] for dtype in dtypes if dtype)
-    limit = threshold or (STALE_MISMATCH if metrics.get("rollout_mismatch/staleness") else expected)
+    limit = STALE_MISMATCH if metrics.get("rollout_mismatch/staleness") else expected
     if mean > limit:
         log.warning(
             "engine and learner disagree about the sampled tokens: |log-prob difference| is %.2g on average (largest %.2g), "

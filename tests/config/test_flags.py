@@ -46,12 +46,12 @@ def test_values_of_every_type(experiment):
     arguments = [
         *(experiment() + ":luffy", "--config.seed=3", "--config.optim.lr=3e-4", "--config.strict_reference"),
         *("--config.curriculum.pool=none", "--config.learner.mesh=(1,2,-1)", "--config.teacher.temperatures=0,1"),
-        *("--config.data.train=(gsm8k:a b.jsonl, math:c.parquet)", "--config.data.limit", "5"),
+        *("--config.data.train=(gsm8k:a b.jsonl, math:c.parquet)", "--config.data.validation_limit", "5"),
     ]
     config, line = rules.from_command_line(["train.py", *arguments])
     assert (config.name, config.seed, config.optim.lr, config.strict_reference) == ("test-luffy", 3, 3e-4, True)
     assert config.learner.mesh == (1, 2, -1) and config.teacher.temperatures == (0.0, 1.0)
-    assert config.data.train == ("gsm8k:a b.jsonl", "math:c.parquet") and config.data.limit == 5
+    assert config.data.train == ("gsm8k:a b.jsonl", "math:c.parquet") and config.data.validation_limit == 5
     assert line.file.endswith(".py:luffy") and ("optim.lr", "3e-4") in line.overrides
     with pytest.raises(AttributeError):
         config.optim.learning_rate = 1.0  # locked: later code cannot invent keys either

@@ -46,8 +46,7 @@ from deepgrpo.rewards.grade import rubric_of
 from deepgrpo.rewards.setup import open_grading
 from deepgrpo.rewards.weighted import part_means
 from deepgrpo.rollout.engine import Sampling
-from deepgrpo.teacher.none import NoTeacher
-from deepgrpo.teacher.worker import open_teacher
+from deepgrpo.teacher.worker import NoTeacher, open_teacher
 from deepgrpo.telemetry import dumps, statistics
 from deepgrpo.telemetry.diagnostics import Diagnostics, rollout_mismatch
 from deepgrpo.telemetry.log import Progress, Timer, end_step, told

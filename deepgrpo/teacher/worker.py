@@ -422,6 +422,24 @@ class TeacherWorker:
 COUNTERS = ("total_attempted", "total_succeeded", "deferred", "withdrawn", "cut_short", "report_errors", "restarts")
 
 
+class NoTeacher:
+    """Stands in for a worker in a run without a teacher, with the methods that the training loop calls."""
+
+    step = 0
+
+    def start(self) -> None:
+        pass
+
+    def serve(self, step: int, deadline: float, timer: Any) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def stop(self) -> bool:
+        return True
+
+
 def open_teacher(
     config: ml_collections.ConfigDict,
     stack: contextlib.ExitStack,

@@ -54,21 +54,12 @@ def make_learner(model: ModelConfig, config, folder: pathlib.Path) -> Learner:
     params = jax.jit(Transformer(model, jnp.float32).init)(jax.random.key(0), token, token, token)["params"]
     write_tokenizer(folder / "tokenizer", model.vocab_size)
     hf.save(params, model, folder / "model", jnp.float32, folder / "tokenizer")
+    config.model.remat, config.rollout.n, config.seed = "none", 8, 0
     return Learner(
         model,
         params,
-        dtype=jnp.dtype(config.model.dtype),
-        remat="none",
-        attention=config.model.attention,
-        num_real_ids=model.vocab_size,
-        temperature=1.0,
-        objective=config.objective,
-        optim=config.optim,
-        learner=config.learner,
-        rollout_n=8,
-        seed=0,
+        config,
         total_steps=1,
-        strict_reference=False,
     )
 
 

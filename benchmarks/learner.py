@@ -105,6 +105,7 @@ def own(variant: str, work: str):
 
     keys = common.get_config()
     keys.model.dtype, keys.objective.kl_coef, keys.optim.mini_batch_prompts = "float32", 0.0, PROMPTS
+    keys.model.attention, keys.rollout.n, keys.seed = "xla", G, 0
     keys.update_from_flattened_dict(edits)
     keys.learner.buckets = (RESPONSE_TOKENS, PROMPT_TOKENS + RESPONSE_TOKENS) if packing else (PROMPT_TOKENS + RESPONSE_TOKENS,)
     keys.learner.micro_batch_tokens = MICRO_BATCH_TOKENS[work] if keys.learner.share_prefix else 4096
@@ -113,19 +114,9 @@ def own(variant: str, work: str):
     learner = Measured(
         config,
         Transformer(config, jax.numpy.float32).init(jax.random.key(0), token, token, token)["params"],
-        dtype=jax.numpy.float32,
-        remat=keys.model.remat,
-        attention="xla",
-        num_real_ids=V,
-        temperature=1.0,
-        objective=keys.objective,
-        optim=keys.optim,
-        learner=keys.learner,
-        rollout_n=G,
+        keys,
         max_rows=(PROMPTS * G, 0),
-        seed=0,
         total_steps=1000,
-        strict_reference=False,
     )
     prompts, responses, advantages = case(work)
     every = [

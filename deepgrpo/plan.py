@@ -39,7 +39,6 @@ from deepgrpo.learner.minibatch import (
     step_rows,
 )
 from deepgrpo.learner.objective import BRANCH, MAIN, TEACHER, Objective
-from deepgrpo.learner.optim import Optim
 from deepgrpo.learner.rows import Row
 from deepgrpo.model.attention import choose_backend
 from deepgrpo.model.config import SHAPES, ModelConfig, preset_shapes
@@ -220,22 +219,6 @@ def rows_of_step(config: Any, work: Work, groups: list[tuple[int, int, float, in
     return rows
 
 
-def mini_batches_of(config: Any, rows: list[Row]) -> list[list[Row]]:
-    """The rows of each optimizer step of one epoch, cut as the learner cuts them."""
-    o, optim = config.objective, config.optim
-    by = "rows" if config.strict_reference else "groups"
-    return cut(
-        rows,
-        config.seed,
-        1,
-        by=by,
-        mini_batch_rows=optim.mini_batch_prompts * config.rollout.n,
-        strict_reference=config.strict_reference,
-        teacher_mini_batch_rows=optim.teacher.mini_batch_rows,
-        mixed=o.teacher_reduction == "mixed_token_mean",
-    )
-
-
 ########################################################################################################################
 #  Estimates
 ########################################################################################################################
@@ -376,10 +359,9 @@ def plan(config: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     model, work = find_model(config, arguments.preset, notes), find_work(config, arguments, notes)
     mesh, attention = sharding.mesh_sizes(config.learner.mesh, arguments.devices), backend_of(config, arguments.device)
     shards = mesh["data"] * mesh["fsdp"]
-    objective = Objective.from_config(config.objective)
-    shapes = programs_lib.batch_shapes(objective, config.optim, config.learner, config.rollout.n, step_rows(config), shards)
+    shapes = programs_lib.batch_shapes(config, step_rows(config), shards)
     groups = groups_of_step(config, work, notes)
-    mini_batches = mini_batches_of(config, rows_of_step(config, work, groups))
+    mini_batches = cut(rows_of_step(config, work, groups), config, 1)
     learner = learner_work(config, model, mini_batches, shapes, shards, attention == "splash")
     rollout = rollout_work(config, model, groups, arguments.device, mesh, arguments.bandwidth_share)
     if config.rollout.engine == "vllm":
@@ -417,17 +399,8 @@ def backend_of(config: Any, device: str) -> str:
 
 def worst(config: Any, model: ModelConfig, shapes: list, mesh: dict, attention: str, mini_batches: int, **changes: Any):
     """(bytes on a device by part, shape) of the shape that needs most memory."""
-    keys = dict(
-        dtype=jnp.dtype(config.model.dtype),
-        remat=config.model.remat,
-        mesh=mesh,
-        logprob_block=config.learner.logprob_block,
-        reference=bool(config.objective.kl_coef),
-        attention=attention,
-        mini_batches=mini_batches,
-        teacher_optimizer=config.objective.teacher_update == "post_ppo",
-    )
-    plans = [(costs.plan_memory(model, shape, **keys | changes), shape) for shape in shapes]
+    keys = dict(reference=bool(config.objective.kl_coef), mini_batches=mini_batches) | changes
+    plans = [(costs.plan_memory(model, shape, config, mesh, attention, **keys), shape) for shape in shapes]
     return max(plans, key=lambda found: sum(found[0].values()))
 
 
@@ -440,18 +413,13 @@ def compiled(config: Any, model: ModelConfig, devices: int, shape: packing.Shape
             f" many CPU devices as are asked for"
         )
     mesh = sharding.make_mesh(config.learner.mesh, found)
-    dtype, objective = jnp.dtype(config.model.dtype), Objective.from_config(config.objective)
+    dtype = jnp.dtype(config.model.dtype)
     attention = choose_backend(config.model.attention, found[0], dtype)
     programs = programs_lib.Programs(
         Transformer(model, dtype=dtype, remat=config.model.remat, placement=Placement(attention, sharding.rows(mesh))),
         mesh,
-        programs_lib.abstract_state(abstract_params(model), mesh, objective),
-        objective,
-        Optim.from_config(config.optim),
-        Optim.of_teacher(config.optim),
-        config.rollout.temperature,
-        model.vocab_size,
-        config.learner.logprob_block,
+        programs_lib.abstract_state(abstract_params(model), mesh, Objective.from_config(config.objective)),
+        config,
     )
     with jax.set_mesh(mesh):
         program = programs.lower("train_step", shape).compile()

@@ -22,7 +22,6 @@ import gc
 import logging
 
 import jax
-import jax.numpy as jnp
 
 from deepgrpo import config as config_lib
 from deepgrpo import curriculum as curriculum_lib
@@ -106,25 +105,16 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     ################################################################################################################
     mesh = sharding.make_mesh(config.learner.mesh)
     stack.enter_context(jax.set_mesh(mesh))
-    model_config = dataclasses.replace(ModelConfig.from_hf(config.model.path), holes=vocabulary.holes)
+    model_config = dataclasses.replace(
+        ModelConfig.from_hf(config.model.path), holes=vocabulary.holes, tokenizer_size=vocabulary.bound
+    )
     params = hf.load(config.model.path, shardings=sharding.parameter_shardings(abstract_params(model_config), mesh))
-    dtype = jnp.dtype(config.model.dtype)
     learner = Learner(
         model_config,
         params,
-        dtype=dtype,
-        remat=config.model.remat,
-        attention=config.model.attention,
-        num_real_ids=vocabulary.bound,
-        temperature=config.rollout.temperature,
-        objective=config.objective,
-        optim=config.optim,
-        learner=config.learner,
-        rollout_n=config.rollout.n,
+        config,
         max_rows=step_rows(config),
-        seed=config.seed,
         total_steps=config.train.steps or config.train.epochs * dataset.batches_per_epoch,
-        strict_reference=config.strict_reference,
         mesh=mesh,
         channel=channel,
     )

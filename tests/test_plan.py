@@ -83,7 +83,7 @@ def test_the_work_is_what_the_learner_reports():
     rows = tiny.sibling_rows()
     config = common.get_config()
     config.objective.kl_coef, config.optim.mini_batch_prompts, config.rollout.n = 0.0, 3, 4
-    mini_batches = plan.mini_batches_of(config, rows)
+    mini_batches = plan.cut(rows, config, 1)
     work = plan.learner_work(config, tiny.model_config(), mini_batches, learner.shapes, 1, False)
     metrics = learner.update(rows, 1)
     assert work["tokens"] == metrics["perf/tokens"] and work["flops_update"] == metrics["perf/flops"]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from deepgrpo.learner import sharding
@@ -27,50 +28,46 @@ HEADS = 4  # [V, D] float32 arrays meanwhile, not divided by fsdp: the head, its
 
 
 def plan_memory(
-    config: ModelConfig,
+    model: ModelConfig,
     shape: Shape,
-    *,
-    dtype: Any,
-    remat: str,
+    config: Any,
     mesh: Mapping[str, int],
-    logprob_block: int,
+    attention: str,
+    *,
     reference: bool,
-    attention: str = "xla",
     mini_batches: int = 1,
-    teacher_optimizer: bool = False,
 ) -> dict[str, int]:
     """Bytes on one device by part; their sum is the peak of a train step.
 
     Args:
-      shape: of a batch (packing.shapes; the largest is the worst). dtype: of activations and matmuls.
-      mesh: sizes along data, fsdp and tensor. logprob_block, attention: see the keys learner.logprob_block and model.attention.
-      reference: kl_coef > 0. mini_batches: of a step, whose arrays are on the devices together.
-      teacher_optimizer: objective.teacher_update=post_ppo, which has moments of its own.
+      shape: of a batch (packing.shapes; the largest is the worst). config: of the run (its sections model,
+        learner and objective). mesh: sizes along data, fsdp and tensor. attention: the backend in use.
+      reference: whether a reference policy is held. mini_batches: of a step, whose arrays are on the devices together.
 
     Returns:
       parameters, moments, reference, batch: held all the time. gradients: float32, summed over micro-batches. compute_copy: of
       the layers' parameters in `dtype`. activations: kept from forward to backward. working: the rest of the worst moment, such
       as the gradients of one micro-batch.
     """
-    c, size, tensor = config, np.dtype(dtype).itemsize, mesh["tensor"]
+    remat, size, tensor = config.model.remat, jnp.dtype(config.model.dtype).itemsize, mesh["tensor"]
     shards = mesh["data"] * mesh["fsdp"]
-    everything, layers, largest = _parameters(config, mesh)
+    everything, layers, largest = _parameters(model, mesh)
     rows = shape.B // shards
     tokens = rows * shape.T
-    block = min(max(1, logprob_block // rows), shape.T) * rows
-    vocabulary = -(-c.vocab_size // tensor)
-    activations = c.num_layers * tokens * size * _kept(config, remat, tensor)
+    block = min(max(1, config.learner.logprob_block // rows), shape.T) * rows
+    vocabulary = -(-model.vocab_size // tensor)
+    activations = model.num_layers * tokens * size * _kept(model, remat, tensor)
     if remat == "none" and shape.T <= QUERY_CHUNK:  # else they are computed again
-        activations += c.num_layers * tokens * _scores(config, attention, shape, size, tensor)
-    logits = 4 * BLOCKS * block * vocabulary + (4 * HEADS + size) * vocabulary * c.width
-    scores = _scores(config, attention, shape, size, tensor)
-    layer = size * layers + 4 * largest + tokens * (2 * size * _kept(config, "none", tensor) + scores)
+        activations += model.num_layers * tokens * _scores(model, attention, shape, size, tensor)
+    logits = 4 * BLOCKS * block * vocabulary + (4 * HEADS + size) * vocabulary * model.width
+    scores = _scores(model, attention, shape, size, tensor)
+    layer = size * layers + 4 * largest + tokens * (2 * size * _kept(model, "none", tensor) + scores)
     copy = size * layers if size < 4 else 0
     bias = tokens * (shape.T + shape.C) * size if attention == "cudnn" else 0  # its mask, which all layers share
     batch = sum(math.prod(s) * 4 // shards for s, _ in array_shapes(shape).values()) + 2 * 4 * shape.A * tokens
     parts = {
         "parameters": 4 * everything,
-        "moments": 8 * everything * (2 if teacher_optimizer else 1),
+        "moments": 8 * everything * (2 if config.objective.teacher_update == "post_ppo" else 1),
         "reference": size * everything if reference else 0,
         "batch": batch * mini_batches,
         "gradients": 4 * everything,

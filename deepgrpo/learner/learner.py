@@ -41,51 +41,39 @@ class Learner:
         self,
         model_config: ModelConfig,
         params: Any,
+        config: Any,
         *,
-        dtype: Any,
-        remat: str,
-        attention: str,
-        num_real_ids: int,
-        temperature: float,
-        objective: Mapping[str, Any],
-        optim: Mapping[str, Any],
-        learner: Mapping[str, Any],
-        rollout_n: int,
-        max_rows: tuple[int, int] | None = None,
-        seed: int,
         total_steps: int,
-        strict_reference: bool,
+        max_rows: tuple[int, int] | None = None,
         mesh: Mesh | None = None,
         channel: distributed.Channel | None = None,
     ):
         """Args:
+        model_config: of the policy. Ids from its `num_real_ids` on have probability 0, as in the rollout engine.
         params: initial policy, copied to the mesh as float32; also the reference policy if objective.kl_coef is not 0.
-        num_real_ids: size of the tokenizer; vocabulary rows from here on have probability 0, as in the rollout engine.
-        temperature: of the rollouts; log-probs are taken at it.
-        objective, optim, learner: sections of the config. rollout_n: rollouts a dataset prompt.
+        config: of the run. Log-probs are taken at rollout.temperature.
+        total_steps: of the run, for the cosine schedule.
         max_rows: the most (students' main, other) rows of a training step, which bounds what a mini-batch must hold; None: two
           mini-batches' worth.
-        total_steps: of the run, for the cosine schedule. strict_reference: see `minibatch.partition`.
         mesh: default: `learner.mesh` over all devices. channel: to (on process 0) and from the learner's other processes.
         """
+        temperature, dtype, optim = config.rollout.temperature, jnp.dtype(config.model.dtype), config.optim
         if temperature <= 0:
             raise ValueError(f"rollout.temperature is {temperature}, expected > 0: ratios need a distribution")
-        self.mesh = sharding.make_mesh(learner["mesh"]) if mesh is None else mesh
-        self.vocab_size, self.num_real_ids = model_config.vocab_size, num_real_ids
-        self.temperature = temperature
-        self.objective = Objective.from_config(objective)
+        self.mesh = sharding.make_mesh(config.learner.mesh) if mesh is None else mesh
+        self.config, self.temperature, self.total_steps = config, temperature, total_steps
+        self.objective = Objective.from_config(config.objective)
         self.optim = Optim.from_config(optim)
-        self.mini_batch_rows, self.ppo_epochs = optim["mini_batch_prompts"] * rollout_n, optim["ppo_epochs"]
+        self.mini_batch_rows, self.ppo_epochs = optim.mini_batch_prompts * config.rollout.n, optim.ppo_epochs
         self.several_mini_batches = max_rows is None or max_rows[0] >= 2 * self.mini_batch_rows
-        self.teacher_optim, teacher = Optim.of_teacher(optim), optim["teacher"]
-        self.teacher_rows, self.teacher_partial = teacher["mini_batch_rows"], teacher["allow_partial"]
+        self.teacher_optim = Optim.of_teacher(optim)
         shards = sharding.batch_shards(self.mesh)
-        self.shapes = batch_shapes(self.objective, optim, learner, rollout_n, max_rows, shards)
-        backend = backends.settle(attention, model_config, self.mesh, dtype, self.shapes[-1])
-        self.model = Transformer(model_config, dtype=dtype, remat=remat, placement=Placement(backend, sharding.rows(self.mesh)))
-        self.mini_batch_by = "rows" if strict_reference else "groups"
-        self.seed, self.total_steps, self.strict_reference = seed, total_steps, strict_reference
-        self.peak_flops = costs.peak_flops(self.mesh.devices.flat[0].device_kind, jnp.dtype(dtype))
+        self.shapes = batch_shapes(config, max_rows, shards)
+        backend = backends.settle(config.model.attention, model_config, self.mesh, dtype, self.shapes[-1])
+        self.model = Transformer(
+            model_config, dtype=dtype, remat=config.model.remat, placement=Placement(backend, sharding.rows(self.mesh))
+        )
+        self.peak_flops = costs.peak_flops(self.mesh.devices.flat[0].device_kind, dtype)
         self._channel, self._clock = channel, DeviceClock()
         self._running: PendingUpdate | None = None
         self._leads = True  # False in every process but the first
@@ -104,17 +92,7 @@ class Learner:
         if self.objective.kl_coef:  # in compute precision: it is only ever run, never trained
             self._reference = sharding.place(jax.tree.map(lambda x: x.astype(dtype), self._state["params"]), self._shardings)
         self._host = dict.fromkeys(HOST_COUNTERS, 0)
-        self.programs = Programs(
-            self.model,
-            self.mesh,
-            self.abstract_state(),
-            self.objective,
-            self.optim,
-            self.teacher_optim,
-            temperature,
-            num_real_ids,
-            block=learner["logprob_block"],
-        )
+        self.programs = Programs(self.model, self.mesh, self.abstract_state(), config)
 
     def prepare(self, ahead: bool = True) -> None:
         """Declares the programs of this learner's run, so that any other that has to be compiled is counted as a recompilation.
@@ -203,23 +181,14 @@ class Learner:
             rows = [row for row in rows if row.source != TEACHER]
         rows = [row for row in rows if len(row.response_ids)]
         for row in rows:
-            check_row(row, self.vocab_size, self.num_real_ids)
+            check_row(row, self.model.config.vocab_size, self.model.config.num_real_ids)
         if self._channel:
             fields, arrays = distributed.encode_rows(rows)
             self._channel.send("update", fields | {"step": step}, arrays)
         return self._start_update(rows, step)
 
     def _start_update(self, rows: Sequence[Row], step: int) -> PendingUpdate:
-        mini_batches = cut(
-            rows,
-            self.seed,
-            step,
-            by=self.mini_batch_by,
-            mini_batch_rows=self.mini_batch_rows,
-            strict_reference=self.strict_reference,
-            teacher_mini_batch_rows=self.teacher_rows,
-            mixed=self.objective.teacher_reduction == "mixed_token_mean",
-        )
+        mini_batches = cut(rows, self.config, step)
         if not mini_batches:
             self._host["skipped_updates"] += 1
             return PendingUpdate(functools.partial(report.skipped_update, not rows, self._host["skipped_updates"]))
@@ -338,18 +307,22 @@ class Learner:
             raise ValueError("teacher rows have no optimizer of their own; set objective.teacher_update=post_ppo")
         rows = [row for row in rows if row.source == TEACHER and len(row.response_ids)]
         for row in rows:
-            check_row(row, self.vocab_size, self.num_real_ids)
+            check_row(row, self.model.config.vocab_size, self.model.config.num_real_ids)
         if self._channel:
             fields, arrays = distributed.encode_rows(rows)
             self._channel.send("update_teacher", fields | {"step": step}, arrays)
         return self._update_teacher(rows, step)
 
     def _update_teacher(self, rows: Sequence[Row], step: int) -> tuple[dict[str, float], list[bool]]:
-        sizes = (self.mini_batch_rows, self.teacher_rows, self.teacher_partial)
+        teacher = self.config.optim.teacher
         plan = partition(
-            0, 0, len(rows), sizes[0], teacher_mini_batch_rows=sizes[1], allow_partial=sizes[2], post_ppo=True, mixed=False
+            (0, 0, len(rows)),
+            self.mini_batch_rows,
+            teacher_mini_batch_rows=teacher.mini_batch_rows,
+            allow_partial=teacher.allow_partial,
+            post_ppo=True,
         )
-        order = iter(shuffled([row.group_id for row in rows], "rows", self.seed, step))
+        order = iter(shuffled([row.group_id for row in rows], "rows", self.config.seed, step))
         mini_batches = [[rows[next(order)] for _ in range(part.rows[TEACHER])] for part in plan]
         results, lr = [], self.teacher_optim.lr
         batches = self._layout(mini_batches) if mini_batches else []
@@ -410,7 +383,7 @@ class Learner:
         ]
         for row in rows:
             if len(row.response_ids):
-                check_row(row, self.vocab_size, self.num_real_ids)
+                check_row(row, self.model.config.vocab_size, self.model.config.num_real_ids)
         if self._channel:
             fields, arrays = distributed.encode_rows(rows)
             self._channel.send("score", fields | {"at_temperature_1": at_temperature_1}, arrays)

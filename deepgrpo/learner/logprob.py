@@ -36,24 +36,19 @@ def target_logps(logits, targets, temperature: float, num_real_ids: int, with_en
 
 
 def blocked_logps(
-    logits_of: Callable[[jax.Array], jax.Array],
+    logps_of: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
     hidden: jax.Array,
     targets: jax.Array,
     scored: jax.Array,
-    *,
     block: int,
-    temperature: float,
-    num_real_ids: int,
-    with_entropy: bool = False,
-    entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`target_logps` of hidden states, `block` columns at a time; the backward pass recomputes each block's logits.
+    """Log-probs and entropies of hidden states, `block` columns at a time; the backward pass recomputes each block's logits.
 
     Blocks without any scored slot are skipped at run time. Batches put scored slots first, so R can be a static, generous width
     while the work follows the longest response of the micro-batch.
 
     Args:
-      logits_of: hidden [B, b, D] -> float32[B, b, V].
+      logps_of: (hidden [B, b, D], targets [B, b]) -> (logp, entropy), float32[B, b] each, e.g. by `target_logps`.
       hidden: [B, R, D]. targets: int32[B, R]. scored: bool[B, R].
 
     Returns:
@@ -67,10 +62,6 @@ def blocked_logps(
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(B, -1, block, *x.shape[2:]), 1, 0)
 
-    def work(hidden_block, target_block):
-        logits = logits_of(hidden_block)
-        return target_logps(logits, target_block, temperature, num_real_ids, with_entropy, entropy_gradient)
-
     def skip(hidden_block, target_block):
         return (jnp.zeros((B, block), jnp.float32),) * 2
 
@@ -78,7 +69,7 @@ def blocked_logps(
     @functools.partial(jax.checkpoint, prevent_cse=False)  # a scan's body has nothing to be merged with
     def one(_, xs):
         hidden_block, target_block, scored_block = xs
-        return None, jax.lax.cond(jnp.any(scored_block), work, skip, hidden_block, target_block)
+        return None, jax.lax.cond(jnp.any(scored_block), logps_of, skip, hidden_block, target_block)
 
     _, (logp, entropy) = jax.lax.scan(one, None, (blocks(hidden), blocks(targets), blocks(scored)))
     joined = [jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :R] for x in (logp, entropy)]

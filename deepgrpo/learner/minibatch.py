@@ -85,9 +85,7 @@ def least_prompts(config: Any) -> int:
 
 
 def partition(
-    n_main: int,
-    n_branch: int,
-    n_teacher: int,
+    counts: tuple[int, int, int],
     mini_batch_rows: int,
     *,
     strict_reference: bool = False,
@@ -105,12 +103,14 @@ def partition(
     reduction teacher rows only the first floor(n_teacher / teacher_mini_batch_rows).
 
     Args:
+      counts: rows of the main, branch and teacher streams.
       mini_batch_rows: rows of an optimizer step (prompts times rollouts a prompt).
       post_ppo: teacher rows form `sft` steps of their own after the PPO steps: floor (`allow_partial`: ceil) of
         n_teacher / teacher_mini_batch_rows of them.
       mixed: the teacher shares the students' denominator (mixed_token_mean).
       ppo_epochs: how often the PPO steps are repeated, over the same mini-batches.
     """
+    n_main, n_branch, n_teacher = counts
     joint_teacher = 0 if post_ppo else n_teacher
     steps = n_main // mini_batch_rows
     if not strict_reference:
@@ -133,12 +133,18 @@ def partition(
     return plan
 
 
-def cut(rows: Sequence[Any], seed: int, step: int, *, by: str, mini_batch_rows: int, **keys: Any) -> list[list[Any]]:
-    """The rows of each optimizer step of one epoch of training step `step`: `shuffled` by group or row, then cut by `partition`,
-    to which `keys` go."""
-    order = shuffled([row.group_id for row in rows], by, seed, step)
+def cut(rows: Sequence[Any], config: Any, step: int) -> list[list[Any]]:
+    """The rows of each optimizer step of one epoch of training step `step`: `shuffled` by group, or by row as in the reference,
+    then cut by `partition`. config: of the run."""
+    order = shuffled([row.group_id for row in rows], "rows" if config.strict_reference else "groups", config.seed, step)
     streams = [[rows[i] for i in order if rows[i].source == source] for source in STREAMS]
-    plan = partition(*map(len, streams), mini_batch_rows, **keys)
+    plan = partition(
+        tuple(map(len, streams)),
+        config.optim.mini_batch_prompts * config.rollout.n,
+        strict_reference=config.strict_reference,
+        teacher_mini_batch_rows=config.optim.teacher.mini_batch_rows,
+        mixed=config.objective.teacher_reduction == "mixed_token_mean",
+    )
     parts = [iter(stream) for stream in streams]
     return [[next(part) for part, n in zip(parts, mini_batch.rows, strict=True) for _ in range(n)] for mini_batch in plan]
 

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from deepgrpo.learner import costs, packing, sharding
 from deepgrpo.learner import objective as losses
-from deepgrpo.learner.logprob import blocked_logps
+from deepgrpo.learner.logprob import blocked_logps, target_logps
 from deepgrpo.learner.minibatch import most_rows
 from deepgrpo.learner.objective import BRANCH, MAIN, NO_LOSS, SUFFIX_SFT, TEACHER, Objective
 from deepgrpo.learner.optim import Optim, adamw, init_adam
@@ -33,13 +33,12 @@ from deepgrpo.telemetry import waits
 class Policy:
     """How parameters become log-probabilities.
 
-    block: columns of a micro-batch whose logits exist at once. num_real_ids: ids from here on are phantom.
+    block: columns of a micro-batch whose logits exist at once.
     """
 
     model: Transformer
     mesh: Mesh
     temperature: float
-    num_real_ids: int
     block: int
 
     def compute_params(self, params: Any) -> Any:
@@ -69,17 +68,13 @@ class Policy:
         head = {name: params[name] for name in ("embed_tokens", "lm_head") if name in params}
 
         def blocks(head, hidden, targets, scored):
-            return blocked_logps(
-                lambda block: self.model.apply({"params": head}, block, method="logits"),
-                hidden,
-                targets,
-                scored,
-                block=self.block,
-                temperature=self.temperature,
-                num_real_ids=self.num_real_ids,
-                with_entropy=with_entropy,
-                entropy_gradient=entropy_gradient,
-            )
+            def logps_of(hidden, targets):
+                logits = self.model.apply({"params": head}, hidden, method="logits")
+                return target_logps(
+                    logits, targets, self.temperature, self.model.config.num_real_ids, with_entropy, entropy_gradient
+                )
+
+            return blocked_logps(logps_of, hidden, targets, scored, self.block)
 
         # By hand over the batch's axes: the head is gathered and its gradient summed over devices once, not once a block, and a
         # device skips the blocks in which it has nothing to score.
@@ -273,21 +268,14 @@ THREADS = 4  # that compile at once: XLA uses a few cores for one program, and e
 log = logging.getLogger(__name__)
 
 
-def batch_shapes(
-    objective: Objective,
-    optim: Mapping[str, Any],
-    learner: Mapping[str, Any],
-    rollout_n: int,
-    max_rows: tuple[int, int] | None,
-    shards: int,
-) -> list[Shape]:
-    """The shapes that a run compiles, from its configuration; arguments as those of `Learner`. shards: of the batch."""
-    mini_batch_rows = optim["mini_batch_prompts"] * rollout_n
+def batch_shapes(config: Any, max_rows: tuple[int, int] | None, shards: int) -> list[Shape]:
+    """The shapes that a run compiles, from its configuration. max_rows: see `Learner`. shards: of the batch."""
+    optim, learner = config.optim, config.learner
+    mini_batch_rows = optim.mini_batch_prompts * config.rollout.n
     rows = most_rows(*(max_rows or (2 * mini_batch_rows, 0)), mini_batch_rows)
-    if objective.teacher_update == "post_ppo":
-        rows = max(rows, 2 * optim["teacher"]["mini_batch_rows"])
-    sizes = (learner["buckets"], learner["micro_batch_tokens"], shards, rows)
-    return packing.shapes(*sizes, share_prefix=learner["share_prefix"])
+    if config.objective.teacher_update == "post_ppo":
+        rows = max(rows, 2 * optim.teacher.mini_batch_rows)
+    return packing.shapes(learner.buckets, learner.micro_batch_tokens, shards, rows, learner.share_prefix)
 
 
 def abstract_state(params: Any, mesh: Mesh, objective: Objective, reference_dtype: Any = None) -> dict[str, Any]:
@@ -314,19 +302,14 @@ class Programs:
     """Programs by (name, shape): `train_step`, `teacher_step`, `score`, `score_at_1` (temperature 1), `score_reference` (the
     reference's dtype), and, when a step was refused, `explain` or `explain_teacher`.
 
-    abstract_state: the learner's state as ShapeDtypeStructs with shardings. block: see learner.logprob_block.
+    abstract_state: the learner's state as ShapeDtypeStructs with shardings. config: of the run.
     waited: seconds that callers have waited for a compilation so far.
     """
 
     model: Transformer
     mesh: Mesh
     abstract_state: dict[str, Any]
-    objective: Objective
-    optim: Optim
-    teacher_optim: Optim
-    temperature: float
-    num_real_ids: int
-    block: int
+    config: Any
     waited: float = 0.0
     _planned: set[tuple[str, Shape]] = dataclasses.field(default_factory=set)
     _futures: dict[tuple[str, Shape], concurrent.futures.Future] = dataclasses.field(default_factory=dict)
@@ -398,13 +381,10 @@ class Programs:
             costs.plan_memory(
                 self.model.config,
                 shape,
-                dtype=self.model.dtype,
-                remat=self.model.remat,
-                mesh=self.mesh.shape,
-                logprob_block=self.block,
+                self.config,
+                self.mesh.shape,
+                self.model.placement.attention,
                 reference="reference" in self.abstract_state,
-                attention=self.model.placement.attention,
-                teacher_optimizer="teacher_adam" in self.abstract_state,
             )
             for shape in shapes
         ]
@@ -413,9 +393,9 @@ class Programs:
     def lower(self, name: str, shape: Shape) -> Any:
         """A program lowered for a batch shape, from shapes alone: nothing is allocated."""
         mesh, whole, batch = self.mesh, sharding.replicated(self.mesh), sharding.micro_batches(self.mesh)
-        block = max(1, self.block * sharding.batch_shards(mesh) // shape.B)
-        temperature = 1.0 if name == "score_at_1" else self.temperature
-        policy = Policy(self.model, mesh, temperature, self.num_real_ids, block)
+        block = max(1, self.config.learner.logprob_block * sharding.batch_shards(mesh) // shape.B)
+        temperature = 1.0 if name == "score_at_1" else self.config.rollout.temperature
+        policy = Policy(self.model, mesh, temperature, block)
 
         def scalar(dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((), dtype, sharding=whole)
@@ -423,13 +403,15 @@ class Programs:
         scored = ((shape.A, shape.B, shape.T), jnp.float32)
         sizes = packing.array_shapes(shape) | {"old_logp": scored, "ref_logp": scored}
         arrays = {key: jax.ShapeDtypeStruct(*size, sharding=batch) for key, size in sizes.items()}
-        state = dict(self.abstract_state)
+        state, objective = dict(self.abstract_state), Objective.from_config(self.config.objective)
         reference = state.pop("reference", None)
         if name == "train_step":
             shardings = (jax.tree.map(lambda x: x.sharding, state), whole, batch)
 
             function = jax.jit(
-                functools.partial(train_step, policy, self.objective, self.optim), donate_argnums=0, out_shardings=shardings
+                functools.partial(train_step, policy, objective, Optim.from_config(self.config.optim)),
+                donate_argnums=0,
+                out_shardings=shardings,
             )
             return function.lower(state, arrays, scalar(jnp.bool_), scalar(jnp.float32), scalar(jnp.int32))
 
@@ -437,12 +419,14 @@ class Programs:
             shardings = (jax.tree.map(lambda x: x.sharding, state), whole)
 
             function = jax.jit(
-                functools.partial(teacher_step, policy, self.teacher_optim), donate_argnums=0, out_shardings=shardings
+                functools.partial(teacher_step, policy, Optim.of_teacher(self.config.optim)),
+                donate_argnums=0,
+                out_shardings=shardings,
             )
             return function.lower(state, arrays, scalar(jnp.float32), scalar(jnp.int32))
 
         if name.startswith("explain"):
-            objective = SUFFIX_SFT if name == "explain_teacher" else self.objective
+            objective = SUFFIX_SFT if name == "explain_teacher" else objective
 
             return jax.jit(functools.partial(explain, policy, objective), out_shardings=whole).lower(
                 state, arrays, scalar(jnp.int32)

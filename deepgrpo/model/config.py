@@ -78,8 +78,8 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
 class ModelConfig:
     """A Llama-like decoder: Qwen2/2.5 (`qkv_bias`), Qwen3 (`qk_norm`), Llama and SmolLM2 (neither).
 
-    vocab_size counts the embedding's rows. Ids without a token are never sampled: those above the tokenizer's largest are cut off
-    by engine and learner (num_real_ids), and the `holes` between its ids are masked where the decoder makes logits.
+    vocab_size counts the embedding's rows. Ids without a token are never sampled: engine and learner cut off those from
+    `tokenizer_size` on (0: the tokenizer fills the vocabulary), and the `holes` below it are masked in the logits.
     rope_scaling is a mapping as Hugging Face writes it (key `rope_type` included), frozen into sorted items; None: plain rope.
     """
 
@@ -99,6 +99,12 @@ class ModelConfig:
     max_position_embeddings: int
     rope_scaling: tuple[tuple[str, Any], ...] | None = None
     holes: tuple[int, ...] = ()
+    tokenizer_size: int = 0
+
+    @property
+    def num_real_ids(self) -> int:
+        """Ids from here on have no token."""
+        return self.tokenizer_size or self.vocab_size
 
     @property
     def context_length(self) -> int:

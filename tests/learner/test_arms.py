@@ -47,11 +47,11 @@ def test_null_and_sft_train_students_to_the_same_bits():
     with pytest.raises(ValueError, match="teacher_update=post_ppo"):
         null.update_teacher(teachers, 0)
     assert sft.update_teacher(teachers[:3], 0)[1] == []  # fewer than optim.teacher.mini_batch_rows
-    sft.teacher_rows, sft.teacher_partial = 5, True
+    sft.config.optim.teacher.mini_batch_rows, sft.config.optim.teacher.allow_partial = 5, True
     before = jax.device_get(sft.state)
     logps = np.concatenate(sft.score([(row.prompt_ids, row.response_ids) for row in teachers]))
     resumed = learner_of(**POST)  # from a save between the PPO steps and the teacher's
-    resumed.programs, resumed.teacher_rows, resumed.teacher_partial = sft.programs, 5, True
+    resumed.programs, resumed.config = sft.programs, sft.config
     resumed.restore(before)
     metrics, succeeded = sft.update_teacher(students + teachers, 0)
     assert succeeded == [True] and metrics["actor/post_sft_optimizer_steps"] == 1

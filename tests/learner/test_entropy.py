@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepgrpo.learner.logprob import blocked_logps
+from deepgrpo.learner.logprob import blocked_logps, target_logps
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -16,8 +16,10 @@ def test_gradient_of_the_entropy(temperature):
         targets, scored = jnp.zeros((2, 5), jnp.int32), jnp.ones((2, 5), bool)
 
         def entropy(z, gradient):
-            options = dict(block=2, temperature=temperature, num_real_ids=6, with_entropy=True, entropy_gradient=gradient)
-            return blocked_logps(lambda h: h, z.astype(jnp.float32), targets, scored, **options)[1].sum()
+            def logps_of(logits, targets):
+                return target_logps(logits, targets, temperature, 6, True, gradient)
+
+            return blocked_logps(logps_of, z.astype(jnp.float32), targets, scored, 2)[1].sum()
 
         z = np.asarray(logits[..., :6]) / temperature
         logp = z - np.log(np.exp(z).sum(-1, keepdims=True))

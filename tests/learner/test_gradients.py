@@ -36,7 +36,7 @@ def old_and_reference() -> np.ndarray:
 def compiled(mesh: tuple[int, int, int], mode: str):
     """A learner on `mesh` and its jitted gradient function."""
     learner = tiny.make_learner(mesh, **{f"objective__{key}": value for key, value in MODES[mode].items()})
-    policy = step.Policy(learner.model, learner.mesh, learner.temperature, learner.num_real_ids, block=4)
+    policy = step.Policy(learner.model, learner.mesh, learner.temperature, block=4)
     function = functools.partial(step.gradients, policy, learner.objective)
     return learner, jax.jit(function, compiler_options=tiny.UNOPTIMISED)
 

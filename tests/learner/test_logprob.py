@@ -33,9 +33,8 @@ def test_blocks_equal_dense_in_value_and_gradient():
     targets, scored = jnp.asarray(rng.integers(0, 7, (3, 10))), jnp.arange(10)[None] < jnp.asarray([[8], [3], [5]])
 
     def blocked(hidden, weight):
-        parts = blocked_logps(
-            lambda h: h @ weight, hidden, targets, scored, block=4, temperature=0.7, num_real_ids=7, with_entropy=True
-        )
+        logps_of = lambda h, t: target_logps(h @ weight, t, 0.7, 7, True)  # noqa: E731
+        parts = blocked_logps(logps_of, hidden, targets, scored, 4)
         return [jnp.where(scored, x, 0.0) for x in parts]
 
     logits = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64) / 0.7

@@ -8,7 +8,6 @@ from configs import common
 from deepgrpo.learner import costs, packing, sharding
 from deepgrpo.learner import step as step_lib
 from deepgrpo.learner.objective import Objective
-from deepgrpo.learner.optim import Optim
 from deepgrpo.learner.packing import Shape
 from deepgrpo.learner.step import Programs
 from deepgrpo.model.transformer import Placement, Transformer, abstract_params
@@ -18,9 +17,11 @@ from tests.learner.test_flops import qwen
 ONE = {"data": 1, "fsdp": 1, "tensor": 1}
 
 
-def plan(config, shape, mesh=ONE, dtype=jnp.bfloat16, remat="full", **changes):
-    keys = dict(dtype=dtype, remat=remat, mesh=mesh, logprob_block=1024, reference=True)
-    return costs.plan_memory(config, shape, **keys | changes)
+def plan(model, shape, mesh=ONE, dtype="bfloat16", remat="full", attention="xla", reference=True, teacher_update="joint"):
+    config = common.get_config()
+    config.model.dtype, config.model.remat, config.objective.teacher_update = dtype, remat, teacher_update
+    config.learner.logprob_block = 1024
+    return costs.plan_memory(model, shape, config, mesh, attention, reference=reference)
 
 
 def test_what_is_held_is_exact():
@@ -30,7 +31,7 @@ def test_what_is_held_is_exact():
     assert count == 1_543_714_304
     assert [parts[name] / count for name in ("parameters", "moments", "reference", "gradients")] == [4, 8, 2, 4]
     assert plan(qwen(), Shape(4, 8, 1024), reference=False)["reference"] == 0
-    assert plan(qwen(), Shape(4, 8, 1024), teacher_optimizer=True)["moments"] == 16 * count
+    assert plan(qwen(), Shape(4, 8, 1024), teacher_update="post_ppo")["moments"] == 16 * count
     split = plan(qwen(), Shape(4, 8, 1024), {"data": 1, "fsdp": 4, "tensor": 2})
     norms = 57 * 1536  # are whole everywhere
     assert split["parameters"] == pytest.approx(4 * (count - norms) / 8 + 4 * norms, rel=1e-3)
@@ -41,7 +42,7 @@ def test_what_is_held_is_exact():
 def test_state_and_batch_are_those_of_a_learner(mesh):
     learner = tiny.make_learner(mesh)
     shape = learner.shapes[-1]
-    parts = plan(tiny.model_config(), shape, dict(learner.mesh.shape), dtype=jnp.float32, remat="none")
+    parts = plan(tiny.model_config(), shape, dict(learner.mesh.shape), dtype="float32", remat="none")
 
     def here(tree):
         return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
@@ -73,7 +74,8 @@ def test_the_sum_is_what_xla_plans_at_the_shapes_of_a_1p5b_model():
 def abstract_programs(config, mesh, remat) -> Programs:
     """The programs of a bfloat16 learner that does not exist."""
     keys = common.get_config()
-    objective, optim = Objective.from_config(keys.objective), Optim.from_config(keys.optim)
+    keys.rollout.temperature, keys.learner.logprob_block = 1.0, 1024
+    objective = Objective.from_config(keys.objective)
     params = abstract_params(config)
     shardings = sharding.parameter_shardings(params, mesh)
     params = jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), params, shardings)
@@ -81,4 +83,4 @@ def abstract_programs(config, mesh, remat) -> Programs:
     adam = {"count": sharding.replicated(mesh), "mu": shardings, "nu": shardings}
     rest = jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), rest, {"adam": adam})
     model = Transformer(config, dtype=jnp.bfloat16, remat=remat, placement=Placement("xla", sharding.rows(mesh)))
-    return Programs(model, mesh, {"params": params} | rest, objective, optim, optim, 1.0, config.vocab_size, 1024)
+    return Programs(model, mesh, {"params": params} | rest, keys)

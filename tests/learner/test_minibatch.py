@@ -12,7 +12,8 @@ from tests.conftest import golden_cases
 def test_golden_partition(case):
     inputs, expected = case["inputs"], case["expected"]
     plan = partition(
-        *(inputs[name] for name in ("n_main", "n_branch", "n_teacher", "mini_batch_rows")),
+        tuple(inputs[name] for name in ("n_main", "n_branch", "n_teacher")),
+        inputs["mini_batch_rows"],
         strict_reference=True,
         teacher_mini_batch_rows=inputs["teacher_mini_batch_rows"],
         post_ppo=inputs["teacher_update_mode"] == "post_ppo",
@@ -35,15 +36,15 @@ def test_golden_partition(case):
 
 @pytest.mark.parametrize("n_main, n_branch, n_teacher", [(0, 0, 0), (1, 0, 0), (0, 3, 0), (0, 0, 2), (100, 7, 5), (300, 60, 2)])
 def test_no_row_is_lost(n_main, n_branch, n_teacher):
-    plan = partition(n_main, n_branch, n_teacher, 128)
+    plan = partition((n_main, n_branch, n_teacher), 128)
     assert [sum(part.rows[s] for part in plan) for s in range(3)] == [n_main, n_branch, n_teacher]
     assert len(plan) == (max(1, n_main // 128) if n_main + n_branch + n_teacher else 0)
 
 
 def test_default_is_the_reference_where_the_reference_trains():
     for n_main in (128, 191, 300, 1152):
-        assert partition(n_main, 0, 5, 128) == partition(n_main, 0, 5, 128, strict_reference=True)
-    assert partition(100, 0, 5, 128, strict_reference=True) == []
+        assert partition((n_main, 0, 5), 128) == partition((n_main, 0, 5), 128, strict_reference=True)
+    assert partition((100, 0, 5), 128, strict_reference=True) == []
 
 
 GROUPS = [name for name in "abcdef" for _ in range(4)]
@@ -66,7 +67,7 @@ def test_rows_are_the_references_permutation():
 
 @pytest.mark.parametrize("main, other", [(5, 0), (8, 2), (15, 2), (16, 0), (40, 3)])
 def test_no_mini_batch_is_larger_than_promised(main, other):
-    sizes = [sum(part.rows) for n in range(main + 1) for part in partition(n, 0, other, 8)]
+    sizes = [sum(part.rows) for n in range(main + 1) for part in partition((n, 0, other), 8)]
     assert max(sizes) == most_rows(main, other, 8)
 
 

@@ -17,7 +17,7 @@ class Scripted(Programs):
     """Compiles nothing; `gate` holds back what is in the background."""
 
     def __init__(self):
-        super().__init__(*[None] * 9)
+        super().__init__(*[None] * 4)
         self.gate, self.compiled = threading.Event(), []
 
     def _compile(self, name, shape):
@@ -57,7 +57,6 @@ def test_an_error_of_the_compiler_reaches_the_caller():
 def test_nothing_compiles_in_a_run_of_ragged_steps():
     """Two buckets, one and several mini-batches, the old pass, the reference pass: after `prepare` XLA has nothing to do."""
     learner = tiny.make_learner(objective__kl_coef=0.1, optim__mini_batch_prompts=1)
-    learner.mini_batch_by = "rows"
     lower = learner.programs.lower
     learner.programs.lower = lambda *key: Unoptimised(lower(*key))
     learner.prepare(ahead=True)

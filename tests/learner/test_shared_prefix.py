@@ -35,7 +35,7 @@ def dense():
 def make_policy(mesh, backend: str = "xla") -> step.Policy:
     mesh = sharding.make_mesh(mesh, jax.devices()[: int(np.prod(mesh))])
     model = Transformer(tiny.model_config(), jnp.float32, remat="full", placement=Placement(backend, sharding.rows(mesh)))
-    return step.Policy(model, mesh, 1.0, tiny.REAL_IDS, block=4)
+    return step.Policy(model, mesh, 1.0, block=4)
 
 
 def lay(rows: list[Row], p: step.Policy, T: int, B: int, C: int = 12):

@@ -24,6 +24,7 @@ def model_config(**changes) -> ModelConfig:
     other = dict(
         rope_theta=1e4, rms_norm_eps=1e-6, tie_embeddings=False, qkv_bias=True, qk_norm=False, max_position_embeddings=64
     )
+    other |= dict(tokenizer_size=REAL_IDS)
     return ModelConfig("qwen2", **shape | other | changes)
 
 
@@ -69,6 +70,7 @@ def make_learner(
 ) -> Learner:
     """A float32 learner on the first devices; `keys` are config keys such as optim__lr=0.1."""
     settings = common.get_config()
+    settings.model.dtype, settings.rollout.n, settings.seed, settings.strict_reference = "float32", 4, 0, strict
     defaults = dict(learner__buckets=(24, 48), learner__micro_batch_tokens=96, learner__logprob_block=16)
     for key, value in (defaults | dict(optim__lr=1e-2, optim__mini_batch_prompts=2) | keys).items():
         section, name = key.split("__")
@@ -76,18 +78,8 @@ def make_learner(
     return Learner(
         config,
         parameters(config) if params is None else params,
-        dtype=jnp.float32,
-        remat="none",
-        attention="auto",
-        num_real_ids=REAL_IDS,
-        temperature=settings.rollout.temperature,
-        objective=settings.objective,
-        optim=settings.optim,
-        learner=settings.learner,
-        rollout_n=4,
-        seed=0,
+        settings,
         total_steps=total_steps,
-        strict_reference=strict,
         mesh=sharding.make_mesh(mesh, jax.devices()[: int(np.prod(mesh))]),
         channel=channel,
     )

@@ -72,7 +72,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.temperature = 1.0  # > 0
     config.rollout.max_model_len = 1024  # tokens of prompt plus response
     config.rollout.dynamic_sampling = 0  # most rounds of further prompts until batch_size groups have a contrast; 0: off
-    config.rollout.dynamic_on_cap = "train"  # with too few of them after the last round: train (on what there is) | skip
     config.rollout.slots = 128  # native engine: sequences decoded at once
     config.rollout.decode_steps = 16  # native engine: tokens a slot decodes between two looks of the scheduler
     config.rollout.max_staleness = (

@@ -335,7 +335,6 @@ def unused(c: config_dict.ConfigDict) -> Iterator[tuple[bool, str, str]]:
     """(whether these do nothing, what would use them, keys or sections); not what experiments set for all their arms."""
     o, teacher = c.objective, c.teacher
     yield c.rollout.engine != "vllm", "rollout.engine=vllm", "vllm. weights."
-    yield c.rollout.dynamic_sampling == 0, "rollout.dynamic_sampling above 0", "rollout.dynamic_on_cap"
     yield c.loop != "treerl", "loop=treerl", "treerl."
     yield c.loop == "treerl", "loop=reasoning (treerl.M, N, L and T decide)", "rollout.n"
     yield not c.judge.base_url, "judge.base_url", "judge."

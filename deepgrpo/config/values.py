@@ -22,7 +22,6 @@ CHOICES = {
     "model.remat": ("none", "dots", "full"),
     "data.template": ("chat", "gsm8k", "math_boxed", "qwen_math", "qwen_chat", "r1", "none", "few_shot_arithmetic"),
     "rollout.engine": ("native", "vllm"),
-    "rollout.dynamic_on_cap": ("train", "skip"),
     "weights.route": ("orbax", "direct"),
     "rewards.grader": ("typed", "compat_fast", "compat_full"),
     "rewards.extract": ("default", "answer_tag", "answer_tag_lenient", "mark"),

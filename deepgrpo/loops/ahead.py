@@ -2,8 +2,7 @@
 
 Dynamic sampling (DAPO, Yu et al. 2025): a group whose rollouts all earned the same has no gradient. Up to
 `rollout.dynamic_sampling` further rounds of dataset prompts are rolled out until as many dataset groups have one as the step has
-dataset prompts. Groups of hard states are not counted. If the last round still leaves too few, the step trains on what there is,
-or is skipped (`rollout.dynamic_on_cap`); the run goes on either way.
+dataset prompts. Groups of hard states are not counted. If the last round still leaves too few, the step trains on what there is.
 """
 
 import concurrent.futures
@@ -127,7 +126,7 @@ class Rollouts:
         def further(number: int, offset: int) -> list[Prompt]:
             return dataset_prompts(self._dataset.next(number), keys.n, step, offset)
 
-        return sample_dynamically(roll, prompts, further, keys.dynamic_sampling, skip=keys.dynamic_on_cap == "skip")
+        return sample_dynamically(roll, prompts, further, keys.dynamic_sampling)
 
 
 def dataset_prompts(problems: Sequence[Problem], n: int, step: int, offset: int = 0) -> list[Prompt]:
@@ -176,7 +175,6 @@ def sample_dynamically(
     first: Sequence[Prompt],
     draw: Callable[[int, int], list[Prompt]],
     max_rounds: int,
-    skip: bool = False,
 ) -> StepGroups:
     """Rolls out a step's prompts and, with `max_rounds` > 0, further ones until as many dataset groups teach as it has prompts.
 
@@ -188,7 +186,6 @@ def sample_dynamically(
         `first`), must go into their random seeds.
       first: the step's prompts, hard states included.
       draw: (number, offset) -> so many further dataset prompts; offset counts those drawn before in this step.
-      skip: trains on nothing when the last round leaves too few teaching groups.
     """
     groups = list(roll(first, 0))
     rounds, wanted = 0, sum(map(of_dataset, first))
@@ -201,7 +198,7 @@ def sample_dynamically(
         groups += roll(prompts, rounds)
     found = teaching(groups)
     capped = max_rounds > 0 and found < wanted
-    trained = groups if max_rounds == 0 else [] if capped and skip else first_teaching(groups, wanted)
+    trained = groups if max_rounds == 0 else first_teaching(groups, wanted)
     metrics = {
         "rounds": rounds,
         "dataset_groups": offset,

@@ -181,21 +181,20 @@ def due(every: int, step: int) -> bool:
 #### Warnings: numbers that are out of range are logged, once a step
 
 
-def rollout_mismatch(metrics: Mapping[str, float], *dtypes: str) -> dict[str, float]:
-    """`rollout_mismatch/alert`: 1 where engine and learner disagree by more than their dtypes explain, which is also logged.
+def rollout_mismatch(metrics: Mapping[str, float], dtype: str) -> dict[str, float]:
+    """`rollout_mismatch/alert`: 1 where engine and learner disagree by more than rounding explains, which is also logged.
 
-    Empty when the step has no measurement. dtypes: of learner and engine, "" for the same; stale rollouts have their own limit.
+    Empty when the step has no measurement. dtype: of learner and engine.
     """
     mean = metrics.get("rollout_mismatch/abs_mean")
     if mean is None:
         return {}
-    expected = max(EXPECTED_MISMATCH[dtype] for dtype in dtypes if dtype)
-    limit = STALE_MISMATCH if metrics.get("rollout_mismatch/staleness") else expected
+    limit = STALE_MISMATCH if metrics.get("rollout_mismatch/staleness") else EXPECTED_MISMATCH[dtype]
     if mean > limit:
         log.warning(
             "engine and learner disagree about the sampled tokens: |log-prob difference| is %.2g on average (largest %.2g), "
-            "above %.2g; %.1f %% of the ratios are outside [0.5, 2]. Gradients are biased: compare the dtypes of both, "
-            "or set objective.tis_cap=2",
+            "above %.2g; %.1f %% of the ratios are outside [0.5, 2]. Gradients are biased: "
+            "compare vllm.extra_args with what the learner assumes, or set objective.tis_cap=2",
             *(mean, metrics["rollout_mismatch/abs_max"], limit, 100 * metrics["rollout_mismatch/ratio_outside"]),
         )
     return {"rollout_mismatch/alert": float(mean > limit)}

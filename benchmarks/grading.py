@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.rewards.reward import Rubric
 from deepgrpo.rewards.service import GradingService
 
 SPELLINGS = (  # key, answers; {n} is a number that changes

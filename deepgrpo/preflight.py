@@ -19,7 +19,7 @@ from deepgrpo.config.errors import ConfigError, Finding, describe
 from deepgrpo.config.rules import ORACLE, settings_problems
 from deepgrpo.data.check import data_problems
 from deepgrpo.endpoint import check as endpoint_check
-from deepgrpo.rewards.check import reward_problems
+from deepgrpo.rewards.setup import reward_problems
 from deepgrpo.rollout.vllm_server import TOKEN
 from deepgrpo.weights import model_folder, run_folder
 

@@ -42,8 +42,8 @@ from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.preflight import check_inputs
 from deepgrpo.rewards.grade import rubric_of
+from deepgrpo.rewards.reward import part_means
 from deepgrpo.rewards.setup import open_grading
-from deepgrpo.rewards.weighted import part_means
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.teacher.worker import NoTeacher, open_teacher
 from deepgrpo.telemetry import dumps, statistics

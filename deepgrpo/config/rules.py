@@ -197,7 +197,7 @@ def reward_rules(c: config_dict.ConfigDict) -> Iterator[str]:
     """Only the form of the entries: the functions that they name are imported when the run starts, before its data are read."""
     path, number = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
     if not each(c.rewards.extra, rf"([a-z_]+|{path})={number}", lambda entry: entry.rpartition("=")[0]):
-        yield "rewards.extra: expected NAME=WEIGHT each, NAME of rewards/weighted.py or package.module:function, none twice"
+        yield "rewards.extra: expected NAME=WEIGHT each, NAME of rewards/reward.py or package.module:function, none twice"
     if not each(c.rewards.graders, rf"[^=]+={path}", lambda entry: entry.partition("=")[0]):
         yield "rewards.graders: expected SOURCE=package.module:function each, no source twice"
     if c.rewards.weight == 0 and not c.rewards.extra:

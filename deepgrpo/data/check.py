@@ -8,7 +8,7 @@ from deepgrpo.data import tables
 from deepgrpo.data.cells import TEXT, DataError
 from deepgrpo.data.dataset import listed, usable_rows
 from deepgrpo.rewards.grade import remedy_for, unknown_sources
-from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.rewards.reward import Rubric
 from deepgrpo.telemetry.statistics import choosing_metrics
 
 KEYS = ("train", "validation", "selection")

@@ -17,9 +17,9 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
-from deepgrpo.rewards import latex, verdict, weighted
+from deepgrpo.rewards import latex
 from deepgrpo.rewards.answer import BOX, DECLARED, HASHES, TAG, Answer, canonical, tagged_answers, whole, worst
-from deepgrpo.rewards.rubric import DEFAULT, Rubric, resolve
+from deepgrpo.rewards.reward import DEFAULT, Rubric, called, checked, extra_rewards, number, resolve, total
 from deepgrpo.types import Grade
 
 __all__ = ["GRADERS", "STEP_CHECKING", "Answer", "Grader", "Rubric", "check_sources", "grade", "leaks_answer", "rubric_of"]
@@ -86,7 +86,7 @@ def rubric_of(rewards) -> Rubric:
     """
     rubric = Rubric.from_config(rewards)
     try:
-        weighted.extra_rewards(rubric)
+        extra_rewards(rubric)
         for source, path in rubric.own_graders().items():
             try:
                 resolve(path)
@@ -144,7 +144,7 @@ def remedy_for(unknown: Sequence[str], rubric: Rubric = DEFAULT) -> str:
 
 def prepare(sources: Iterable[str], rubric: Rubric) -> None:
     """Imports what the graders of `sources` need, so that the first answer of each does not pay for it."""
-    weighted.extra_rewards(rubric)
+    extra_rewards(rubric)
     for grader in {grader_of(source, rubric) for source in sources}:
         module = sys.modules[resolve(grader.path).__module__]
         if warm_up := getattr(module, "warm_up", None):
@@ -165,11 +165,11 @@ def grade(answer: Answer, rubric: Rubric = DEFAULT, task: Grade | None = None) -
 
     Raises:
       ValueError: unknown data source, or a finish reason that isn't graded.
-      verdict.GraderFault: a function of the user's gave no usable verdict, or a grader an impossible one.
+      reward.GraderFault: a function of the user's gave no usable verdict, or a grader an impossible one.
     """
     check_sources([answer.data_source], rubric)
-    task = verdict.checked(task or _task_grade(answer, rubric), grader_name(answer.data_source, rubric))
-    return verdict.checked(weighted.total(task, answer, rubric.weight, _extras(rubric)), "rewards.extra")
+    task = checked(task or _task_grade(answer, rubric), grader_name(answer.data_source, rubric))
+    return checked(total(task, answer, rubric.weight, _extras(rubric)), "rewards.extra")
 
 
 def grader_name(source: str, rubric: Rubric) -> str:
@@ -177,7 +177,7 @@ def grader_name(source: str, rubric: Rubric) -> str:
     return rubric.own_graders().get(source, f"the grader of {source}")
 
 
-_extras = functools.cache(weighted.extra_rewards)
+_extras = functools.cache(extra_rewards)
 
 
 def _task_grade(answer: Answer, rubric: Rubric) -> Grade:
@@ -195,10 +195,10 @@ def _task_grade(answer: Answer, rubric: Rubric) -> Grade:
     path = rubric.own_graders().get(answer.data_source)
     if path is None:
         return resolve(grader.path)(answer if grader.checks_steps else whole(answer))
-    result = verdict.called(path, resolve(path), answer)
+    result = called(path, resolve(path), answer)
     if isinstance(result, Grade):
         return result
-    reward = verdict.number(result, path)  # a user's grader may return a plain number
+    reward = number(result, path)  # a user's grader may return a plain number
     return Grade(reward, True, "no_verdict" if reward is None else "right" if reward > 0 else "wrong")
 
 

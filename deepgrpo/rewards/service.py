@@ -40,12 +40,11 @@ from typing import TYPE_CHECKING
 from deepgrpo.config.errors import ConfigError
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.grade import check_sources, external_sources, grader_of, user_functions
-from deepgrpo.rewards.rubric import DEFAULT, Rubric
-from deepgrpo.rewards.verdict import GraderFault, checked
+from deepgrpo.rewards.reward import DEFAULT, GraderFault, Rubric, checked
 from deepgrpo.types import Grade
 
 if TYPE_CHECKING:
-    from deepgrpo.rewards.external import ExternalGrading
+    from deepgrpo.rewards.agents.external import ExternalGrading
 
 WORKER = "deepgrpo.rewards.worker"  # the module that a worker process runs
 MATHEMATICS = ("GSM8K", "MATH")  # what workers get ready for where nobody says what will come

@@ -17,8 +17,8 @@ import traceback
 from multiprocessing.connection import Connection
 
 from deepgrpo.rewards import grade as graders
-from deepgrpo.rewards import jail
-from deepgrpo.rewards.verdict import GraderFault
+from deepgrpo.rewards.agents import jail
+from deepgrpo.rewards.reward import GraderFault
 from deepgrpo.types import Grade
 
 MEMORY = 3 * 2**30  # bytes of address space; a soft limit, so that a sandbox that a grader starts may set its own

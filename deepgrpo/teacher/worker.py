@@ -28,7 +28,7 @@ from deepgrpo.endpoint.cache import ReplayMiss, ReplyCache
 from deepgrpo.endpoint.client import open_client
 from deepgrpo.endpoint.health import FAILURES, SECONDS
 from deepgrpo.rewards.grade import missing_form
-from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.rewards.reward import Rubric
 from deepgrpo.teacher import oracle
 from deepgrpo.teacher.annotate import Annotator, Grader, Outcome
 from deepgrpo.teacher.splice import Codec

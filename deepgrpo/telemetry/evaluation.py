@@ -26,7 +26,7 @@ import rich.table
 
 from deepgrpo.data.tables import document
 from deepgrpo.rewards.grade import Answer, external_sources, grader_of
-from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.rewards.reward import Rubric
 from deepgrpo.rewards.service import GradingService
 from deepgrpo.telemetry import dumps, statistics
 from deepgrpo.telemetry.log import Console

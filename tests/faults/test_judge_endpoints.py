@@ -12,7 +12,7 @@ from configs import common
 from deepgrpo.endpoint import client as client_lib
 from deepgrpo.endpoint import transport
 from deepgrpo.endpoint.client import Client
-from deepgrpo.rewards import external, judges
+from deepgrpo.rewards.agents import external, judges
 from deepgrpo.rewards.answer import Answer
 from tests.faults.behaviours import COMMON, SECRET, choice
 from tests.faults.scripted_endpoint import Behaviour, Endpoint

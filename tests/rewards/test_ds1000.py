@@ -8,7 +8,7 @@ import pickle
 import numpy  # noqa: F401  the harness's cases need it
 import pytest
 
-from deepgrpo.rewards import ds1000, ds1000_harness, sandbox
+from deepgrpo.rewards.agents import ds1000, ds1000_harness, sandbox
 from deepgrpo.rewards.answer import Answer
 from tests.conftest import golden_files
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from deepgrpo.rewards import dsbench, sandbox
+from deepgrpo.rewards.agents import external, sandbox
 from deepgrpo.rewards.answer import Answer
 
 SCRIPT = """
@@ -38,11 +38,11 @@ print(sum(a == b for a, b in zip(key, said, strict=True)) / len(key))
     ],
 )
 def test_scale(score, baseline, gold, share):
-    assert dsbench.normalised(score, baseline, gold) == share
+    assert external.normalised(score, baseline, gold) == share
 
 
 def test_strict_scale_has_no_top():
-    assert dsbench.normalised(2.0, 0.0, 1.0, clip=False) == 2.0
+    assert external.normalised(2.0, 0.0, 1.0, clip=False) == 2.0
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def row(tmp_path):
 
 def graded(row, response="<Answer>done</Answer>", **options):
     answer = Answer("DSBench_data_modeling", "", "", response, "stop", row, {})
-    return dsbench.grade(answer, **({"allow_network": True} | options))
+    return external.grade_dsbench(answer, **({"allow_network": True} | options))
 
 
 def submit(row, content="1\n0\n1\n1\n"):
@@ -74,11 +74,11 @@ def test_evaluation(row):
     submit(row)
     assert (graded(row).reward, graded(row).answer) == (0.5, "0.75")
     flat = Answer("DSBench_data_modeling", "", "", "<Answer></Answer>", "stop", row["ground_truth"], row)
-    assert dsbench.grade(flat, allow_network=True).reward == 0.5
+    assert external.grade_dsbench(flat, allow_network=True).reward == 0.5
     submit(row, "1\n0\n1\n0\n")
     assert (graded(row).reward, graded(row).reason) == (1.0, "right")
     assert graded(row, "no tag").reason == "unformatted"
-    dsbench.forget_submission(row["workspace"])
+    external.forget_submission(row["workspace"])
     assert (graded(row).reward, graded(row).reason) == (0.0, "no_submission")
 
 

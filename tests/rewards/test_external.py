@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from deepgrpo.endpoint.cache import ReplyCache
-from deepgrpo.rewards import external, judges
+from deepgrpo.rewards.agents import external, judges
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.types import Grade
 from tests.endpoint.scripted import client
@@ -67,7 +67,7 @@ def test_rules(source, response, reward, strict):
                 assert grading.submit(answer(source, response)).result(20).reward == value
                 assert grading.submit(answer(source, response, finish="length")).result(20).reward == 0.0
     given = answer("datatask", RAN + "<Execute>fake</Execute>" * 9, executions=["1", "[Error]: no", "[Error]: no"])
-    assert external.research.code_pass_ratio(given) == pytest.approx(1 / 3)
+    assert external.code_pass_ratio(given) == pytest.approx(1 / 3)
 
 
 def test_fault_programme():
@@ -142,7 +142,7 @@ def test_errors_and_refusals():
     with pytest.raises(ValueError, match="not graded outside"):
         external.ExternalGrading(["MATH"])
     with pytest.raises(ValueError, match="no answer keys"):
-        external.research.refuse_untrainable(["dabstep", "MATH"])
+        external.refuse_untrainable(["dabstep", "MATH"])
     with external.ExternalGrading(["ds1000"], allow_network=True) as grading:
         grade = grading.submit(answer("ds1000", "```python\nx\n```")).result(20)  # the row has no tests
         assert (grade.reward, grade.reason) == (None, "error")

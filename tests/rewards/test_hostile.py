@@ -11,7 +11,7 @@ import pytest
 from deepgrpo.rewards import math, strict, sympy_reader
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.grade import grade
-from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.rewards.reward import Rubric
 from deepgrpo.rewards.service import GradingService
 
 SIZE = 30_000

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from deepgrpo.rewards import sandbox
+from deepgrpo.rewards.agents import sandbox
 from tests.rewards import attacks
 
 

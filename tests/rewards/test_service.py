@@ -14,7 +14,7 @@ import pytest
 
 from deepgrpo.rewards import service as service_lib
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.rewards.reward import Rubric
 from deepgrpo.rewards.service import GradingService
 from deepgrpo.types import Grade
 

@@ -17,7 +17,7 @@ from deepgrpo.config.errors import ConfigError
 from deepgrpo.loops import reasoning
 from deepgrpo.rewards import service as service_lib
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.rewards.reward import Rubric
 from deepgrpo.rewards.service import GradingService
 from deepgrpo.types import Grade
 

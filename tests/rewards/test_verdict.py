@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from deepgrpo.rewards import grade as graders
-from deepgrpo.rewards import qa, verdict
+from deepgrpo.rewards import qa, reward
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.rewards.reward import Rubric
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
 
 NUMBERS = [1, True, 0.5, np.float32(0.5), np.float16(1), np.int64(3), np.bool_(True), np.array(0.25), -0.0]
@@ -26,7 +26,7 @@ def generator():
 
 @pytest.mark.parametrize("value", NUMBERS, ids=repr)
 def test_numbers_of_any_library_are_numbers(value):
-    assert type(verdict.number(value, "f")) is float and verdict.number(value, "f") == float(value)
+    assert type(reward.number(value, "f")) is float and reward.number(value, "f") == float(value)
 
 
 NO_NUMBERS = ["1", b"1", [1.0], (1.0,), {"score": 1.0}, {1}, np.ones(1), np.array([1.0, 2.0]), 1j, np.complex64(1), object(), len]
@@ -44,8 +44,8 @@ NO_NUMBERS += [
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: repr(value)[:20])
 def test_all_else_is_a_fault_that_names_the_function(value):
-    with pytest.raises(verdict.GraderFault, match="my_reward"):
-        verdict.number(value, "my_reward")
+    with pytest.raises(reward.GraderFault, match="my_reward"):
+        reward.number(value, "my_reward")
 
 
 @pytest.mark.parametrize(
@@ -57,17 +57,17 @@ def test_all_else_is_a_fault_that_names_the_function(value):
     ids=lambda value: type(value).__name__,  # an address in a name would differ between test processes
 )
 def test_a_bad_grade_is_a_fault(grade):
-    with pytest.raises(verdict.GraderFault, match="my_grader"):
-        verdict.checked(grade, "my_grader")
+    with pytest.raises(reward.GraderFault, match="my_grader"):
+        reward.checked(grade, "my_grader")
 
 
 def test_a_good_grade_has_plain_fields_and_short_texts():
-    checked = verdict.checked(
+    checked = reward.checked(
         Grade(np.float32(0.5), np.bool_(True), "very wrong\n" * 50, "x\udc80" * 10**5, np.int64(3), [["task", np.float64(1)]]),
         "f",
     )
     assert [type(field) for field in (checked.reward, checked.completed, checked.right_prefix)] == [float, bool, int]
-    assert len(checked.reason) <= 64 and " " not in checked.reason and len(checked.answer) <= verdict.MAX_TEXT
+    assert len(checked.reason) <= 64 and " " not in checked.reason and len(checked.answer) <= reward.MAX_TEXT
     checked.answer.encode()
     assert checked.parts == (("task", 1.0),)
 
@@ -77,9 +77,9 @@ def test_whatever_a_function_raises_is_its_fault_and_no_label(raised):
     def function(_):
         raise raised
 
-    with pytest.raises(verdict.GraderFault, match=f"(?s)mine.*{type(raised).__name__}"):
-        verdict.called("mine", function, None)
-    assert verdict.called("mine", lambda _: coroutine(), None) == 1.0  # a coroutine function is as good as any
+    with pytest.raises(reward.GraderFault, match=f"(?s)mine.*{type(raised).__name__}"):
+        reward.called("mine", function, None)
+    assert reward.called("mine", lambda _: coroutine(), None) == 1.0  # a coroutine function is as good as any
 
 
 def group_of(*grades):

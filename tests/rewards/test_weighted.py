@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from deepgrpo.rewards import grade as graders
-from deepgrpo.rewards import weighted
+from deepgrpo.rewards import reward
 from deepgrpo.rewards.answer import Answer
-from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.rewards.reward import GraderFault, Rubric
 from deepgrpo.rewards.service import GradingService
-from deepgrpo.rewards.verdict import GraderFault
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
 
 MODULE = """
@@ -40,7 +39,7 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield "my_rewards"
     sys.modules.pop("my_rewards", None)
-    weighted.resolve.cache_clear()
+    reward.resolve.cache_clear()
     graders._extras.cache_clear()
 
 
@@ -73,11 +72,11 @@ def test_a_part_without_a_verdict_leaves_the_whole_without_one(mine):
 
 def test_rewards_that_come_with_the_package():
     one, two = number("so\n#### 18"), number("#### 18\n#### 19")
-    assert weighted.format_reward(one) == 1 and weighted.format_reward(two) == weighted.format_reward(number("18")) == 0
-    assert weighted.format_reward(dataclasses.replace(one, response=r"<answer>\boxed{18}</answer>")) == 1
-    assert weighted.length_reward(number("x" * 500)) == -0.5
-    assert weighted.repetition_reward(number("a b c d e f")) == 0
-    assert math.isclose(weighted.repetition_reward(number("a b c d " * 2)), -1 / 5)
+    assert reward.format_reward(one) == 1 and reward.format_reward(two) == reward.format_reward(number("18")) == 0
+    assert reward.format_reward(dataclasses.replace(one, response=r"<answer>\boxed{18}</answer>")) == 1
+    assert reward.length_reward(number("x" * 500)) == -0.5
+    assert reward.repetition_reward(number("a b c d e f")) == 0
+    assert math.isclose(reward.repetition_reward(number("a b c d " * 2)), -1 / 5)
 
 
 @pytest.mark.parametrize(
@@ -117,5 +116,5 @@ def test_part_means_are_over_rollouts_with_a_verdict():
     grades = [Grade(1.1, True, "right", "", None, (("task", 1.0), ("format", 0.5))), Grade(None, False, "error")]
     grades.append(Grade(0.2, True, "wrong", "", None, (("task", 0.0), ("format", 1.0))))
     group = Group(Prompt(problem.prompt_ids, problem, 3, "1:0"), tuple(Rollout(done, grade) for grade in grades))
-    assert weighted.part_means([group]) == {"reward/task/mean": 0.5, "reward/format/mean": 0.75}
-    assert weighted.part_means([]) == {}
+    assert reward.part_means([group]) == {"reward/task/mean": 0.5, "reward/format/mean": 0.75}
+    assert reward.part_means([]) == {}

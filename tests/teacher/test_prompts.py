@@ -12,7 +12,7 @@ from deepgrpo.data.tokenizer import load_tokenizer
 from deepgrpo.rewards import grade as grade_lib
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.grade import answer_form, missing_form
-from deepgrpo.rewards.rubric import Rubric
+from deepgrpo.rewards.reward import Rubric
 from deepgrpo.teacher import prompts
 from tests.data.small_tokenizer import write
 from tests.endpoint.scripted import Scripted, completion

@@ -12,7 +12,7 @@ import secrets
 import sys
 import tempfile
 
-from deepgrpo.rewards import sandbox
+from deepgrpo.rewards.agents import sandbox
 from deepgrpo.rewards.answer import Answer, own_words
 from deepgrpo.types import Grade
 

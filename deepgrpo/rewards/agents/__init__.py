@@ -1,0 +1,1 @@
+"""Grading of the agents' tasks: judges, and programs in a sandbox."""

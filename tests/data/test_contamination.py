@@ -63,7 +63,6 @@ def test_carry_chains_of_the_same_digits_are_different():
         ("gsm8k_drgrpo_8792", "gsm8k_test", (1319, 0)),
         ("math_lvl3to5_8k_train", "math500", (0, 1)),
         ("math_lvl3to5_8k_train", "olympiad_bench", (5, 1)),
-        ("math_lvl3to5_8k_train", "minerva", (0, 0)),
     ],
 )
 def test_real_sets(data_folder, train, held_out, counts):

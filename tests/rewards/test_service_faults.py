@@ -88,7 +88,7 @@ BROKEN = {  # function: reason of its answers, and what the run ends with
 @pytest.mark.parametrize("function", BROKEN)
 def test_a_function_that_always_fails_labels_nothing_and_ends_the_run(mine, function):
     reason, said = BROKEN[function]
-    with GradingService(1, 4.0 if function == "spins" else 60.0, ["GSM8K"], Rubric(extra=(f"{mine}:{function}=1",))) as service:
+    with GradingService(1, 1.5 if function == "spins" else 60.0, ["GSM8K"], Rubric(extra=(f"{mine}:{function}=1",))) as service:
         grades = [service.submit(number()).result(120) for _ in range(service_lib.COMMON_CAUSE)]
         assert {(grade.reward, grade.reason) for grade in grades} == {(None, reason)}
         with pytest.raises(ConfigError, match=rf"(?s){function} gave no verdict on any of {len(grades)} answers.*{said}.*->"):
@@ -177,7 +177,7 @@ def test_the_input_check_calls_each_function_once(mine, function, tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "How many?", "answer": "so\n#### 18"}) + "\n")
     config = common.get_config()
     config.data.train, config.data.validation = (f"gsm8k:{tmp_path}/train.jsonl",), ()
-    config.rewards.deadline = 4.0 if function == "spins" else 60.0
+    config.rewards.deadline = 1.5 if function == "spins" else 60.0
     for key, entry in (("extra", f"{mine}:{function}=1"), ("graders", f"GSM8K={mine}:{function}")):
         config.rewards.extra, config.rewards.graders = (), ()
         config.rewards[key] = (entry,)

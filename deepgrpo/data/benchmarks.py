@@ -225,6 +225,16 @@ def _train(*names: str, rows: int = 0) -> dict[str, Split]:
     return {"train": Split((*names, *usual), rows, train=True)}
 
 
+def _suite(name: str, folder: str = "", rows: int = 0) -> dict[str, Split]:
+    """The test split of a set of Dr. GRPO's evaluation suite, whose folder there may have another name."""
+    folder = folder or name
+    return _test(f"{name}.jsonl", f"evaluation_suite/{folder}", *dict.fromkeys((folder, name)), rows=rows)
+
+
+def _boxed_set(about: str, splits: Mapping[str, Split], data_source: str = "MATH", hub: str = "") -> Benchmark:
+    return Benchmark(about, splits, boxed(data_source), PROBLEM, hub, styles=True)
+
+
 PROBLEM: Mapping[str, Schema] = {"problem": TEXT, "answer": KEY}
 MATH_TEST = _test("math500.jsonl", "evaluation_suite/math", "math500", "math", "MATH500", rows=500)
 
@@ -238,51 +248,21 @@ BENCHMARKS: dict[str, Benchmark] = {
         "openai/gsm8k",
         styles=True,
     ),
-    "math": Benchmark(
+    "math": _boxed_set(
         "MATH levels 3 to 5 (SimpleRL's 8k) for training, MATH500 for testing",
         _train("math_lvl3to5_8k_train.jsonl", "train/math_lvl3to5_8k", "math_lvl3to5_8k", rows=8523) | MATH_TEST,
-        boxed("MATH"),
-        PROBLEM,
-        styles=True,
     ),
-    "math500": Benchmark("500 problems of MATH", MATH_TEST, boxed("MATH"), PROBLEM, "HuggingFaceH4/MATH-500", styles=True),
-    "math_12k": Benchmark(
+    "math500": _boxed_set("500 problems of MATH", MATH_TEST, hub="HuggingFaceH4/MATH-500"),
+    "math_12k": _boxed_set(
         "all of MATH but MATH500 for training",
         _train("math_12k_rebuilt.jsonl", "math_12k_train.jsonl", "train/math_12k", "math_12k", rows=12000) | MATH_TEST,
-        boxed("MATH"),
-        PROBLEM,
-        styles=True,
     ),
-    "aime24": Benchmark(
-        "AIME 2024",
-        _test("aime24.jsonl", "evaluation_suite/aime", "aime", "aime24", rows=30),
-        boxed("AIME24"),
-        PROBLEM,
-        styles=True,
-    ),
-    "amc": Benchmark(
-        "AMC 12 of 2022 and 2023", _test("amc.jsonl", "evaluation_suite/amc", "amc", rows=83), boxed("AMC"), PROBLEM, styles=True
-    ),
-    "minerva": Benchmark(
-        "undergraduate science questions",
-        _test("minerva.jsonl", "evaluation_suite/minerva", "minerva", rows=272),
-        boxed("Minerva"),
-        PROBLEM,
-        styles=True,
-    ),
-    "olympiad_bench": Benchmark(
-        "olympiad problems with text answers",
-        _test("olympiad_bench.jsonl", "evaluation_suite/olympiad_bench", "olympiad_bench", rows=675),
-        boxed("OlympiadBench"),
-        PROBLEM,
-        styles=True,
-    ),
-    "asdiv": Benchmark(
-        "elementary word problems (ASDiv, 2k of Dr. GRPO)",
-        _train("asdiv_2k.jsonl", "train/asdiv_2k", "asdiv_2k", rows=1788),
-        boxed("MATH"),
-        PROBLEM,
-        styles=True,
+    "aime24": _boxed_set("AIME 2024", _suite("aime24", "aime", rows=30), "AIME24"),
+    "amc": _boxed_set("AMC 12 of 2022 and 2023", _suite("amc", rows=83), "AMC"),
+    "minerva": _boxed_set("undergraduate science questions", _suite("minerva", rows=272), "Minerva"),
+    "olympiad_bench": _boxed_set("olympiad problems with text answers", _suite("olympiad_bench", rows=675), "OlympiadBench"),
+    "asdiv": _boxed_set(
+        "elementary word problems (ASDiv, 2k of Dr. GRPO)", _train("asdiv_2k.jsonl", "train/asdiv_2k", "asdiv_2k", rows=1788)
     ),
     "deepscaler": Benchmark(
         "DeepScaleR's competition problems",

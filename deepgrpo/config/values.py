@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from deepgrpo.curriculum import POOLS
+from deepgrpo.learner import TEACHER_LOSSES
 
 GENERATED = {  # data sets that come from a generator, not from a file: what follows their name
     "carry_chain": (r"(train|heldout):0*[1-9]\d*", "SPLIT:COUNT"),
@@ -40,7 +41,7 @@ CHOICES = {
     "objective.ratio": ("token", "sequence", "sequence_token"),
     "objective.aggregation": ("token_mean", "sequence_mean", "dr_grpo"),
     "objective.kl_type": ("low_var_kl", "kl", "abs", "mse", "k1", "k2", "k3", "off"),
-    "objective.teacher_loss": ("null", "sft", "luffy", "snis"),
+    "objective.teacher_loss": TEACHER_LOSSES,
     "objective.teacher_update": ("joint", "post_ppo"),
     "objective.teacher_reduction": ("mixed_token_mean", "separate_stream_mean"),
     "optim.schedule": ("constant", "cosine"),

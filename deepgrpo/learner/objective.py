@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deepgrpo.learner import TEACHER_LOSSES
 from deepgrpo.learner.token_losses import (
     FAR,
     KL_TYPES,
@@ -35,7 +36,7 @@ CHOICES = {
     "kl_type": KL_TYPES,
     "ratio": ("token", "sequence", "sequence_token"),
     "aggregation": ("token_mean", "sequence_mean", "dr_grpo"),
-    "teacher_loss": ("null", "sft", "luffy", "snis"),
+    "teacher_loss": TEACHER_LOSSES,
     "teacher_update": ("joint", "post_ppo"),
     "teacher_reduction": ("mixed_token_mean", "separate_stream_mean"),
 }
@@ -82,7 +83,7 @@ class Objective:
     def __post_init__(self):
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"objective.{name} is {getattr(self, name)!r}, expected one of {known}")
+                raise ValueError(f"objective.{name} is {getattr(self, name)!r}, expected one of {tuple(known)}")
         if self.tis_cap < 0.0:
             raise ValueError(f"objective.tis_cap is {self.tis_cap}, expected > 0, or 0 for no correction")
         if self.clip_c <= 1.0:

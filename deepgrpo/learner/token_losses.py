@@ -1,8 +1,12 @@
 """Losses of single tokens, as pure functions of arrays of one shape, any float dtype."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from deepgrpo.learner import TEACHER_LOSSES
 
 KL_TYPES = ("low_var_kl", "kl", "abs", "mse")
 FAR = 20.0  # log-ratios, and log-probs of shaped teacher tokens, are clamped there, so that exp is finite in float32
@@ -97,23 +101,36 @@ def moved_token(log_ratio):
     return jnp.expm1(d) - d
 
 
-def luffy_token(logp, advantages, gamma: float):
-    """Shaped loss of teacher tokens (Yan et al. 2025): p = exp(clip(logp, -20, 0)), f = p / (p + gamma), l = -f A.
+def null_token(logp, coef, gamma: float):
+    """No loss: 0, 0."""
+    return jnp.zeros_like(logp), jnp.zeros_like(logp)
+
+
+def sft_token(logp, coef, gamma: float):
+    """Negative log-likelihood: -logp, 1."""
+    return -logp, jnp.ones_like(logp)
+
+
+def snis_token(logp, coef, gamma: float):
+    """Weighted log-likelihood: -stopgrad(coef) logp, 1."""
+    return -jax.lax.stop_gradient(coef) * logp, jnp.ones_like(logp)
+
+
+def luffy_token(logp, coef, gamma: float):
+    """Shaped loss of teacher tokens (Yan et al. 2025): p = exp(clip(logp, -20, 0)), f = p / (p + gamma), l = -f coef.
 
     Returns:
       (loss, f), in the arguments' shape; the gradient flows through f.
     """
     p = jnp.exp(jnp.clip(logp, -FAR, 0.0))
     weight = p / (p + gamma)
-    return -weight * advantages, weight
+    return -weight * coef, weight
 
 
 def teacher_token(logp, coef, kind: str, gamma: float):
-    """Loss and shaping weight of teacher tokens: sft -logp; luffy; snis -stopgrad(c) logp; null 0."""
-    if kind == "luffy":
-        return luffy_token(logp, coef, gamma)
-    if kind == "sft":
-        return -logp, jnp.ones_like(logp)
-    if kind == "snis":
-        return -jax.lax.stop_gradient(coef) * logp, jnp.ones_like(logp)
-    return jnp.zeros_like(logp), jnp.zeros_like(logp)
+    """Loss and shaping weight of teacher tokens by the function that `TEACHER_LOSSES` names for `kind`.
+
+    coef: the teacher's advantage A* in its group, or the weight c of snis. gamma: objective.luffy_gamma.
+    """
+    module, _, name = TEACHER_LOSSES[kind].partition(":")
+    return getattr(importlib.import_module(module), name)(logp, coef, gamma)

@@ -98,7 +98,7 @@ def attach_teacher(
         return Attachment("teacher_not_better_skipped", advantages, advantage=advantage)
     if teacher_loss == "null":
         return Attachment("no_teacher_loss", advantages, advantage=advantage)
-    coef = advantage if teacher_loss == "luffy" else snis_weight(student_rewards, teacher_reward, snis_beta)
+    coef = snis_weight(student_rewards, teacher_reward, snis_beta) if teacher_loss == "snis" else advantage
     return Attachment(BUILT, advantages, coef, response, advantage)
 
 

@@ -156,8 +156,6 @@ def test_right_code_passes(context, code):
             + "import matplotlib.axes; matplotlib.axes.Axes.get_title = lambda self: 'one'\n"
             + DRAWN.replace("title)", "'x')"),
         ),
-        (PLOT, "pass"),
-        (PLOT, "import os; os._exit(0)"),
         ("# matplotlib\n" + SUM, FIND + "result = 5"),
         ("# matplotlib\n" + SUM, "import os; os._exit(0)"),
         ("# matplotlib\n" + SUM, "raise SystemExit(0)"),

@@ -2,6 +2,7 @@
 
 import math
 import os
+import pathlib
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_evaluation(row):
     submit(row, "1\n0\n1\n0\n")
     assert (graded(row).reward, graded(row).reason) == (1.0, "right")
     assert graded(row, "no tag").reason == "unformatted"
-    external.forget_submission(row["workspace"])
+    pathlib.Path(row["workspace"], "submission.csv").unlink()
     assert (graded(row).reward, graded(row).reason) == (0.0, "no_submission")
 
 

@@ -241,11 +241,6 @@ def read_submission(workspace: pathlib.Path, name: str) -> bytes | None:
     return content if len(content) <= LARGEST_SUBMISSION else None
 
 
-def forget_submission(workspace: str | os.PathLike, name: str = "submission.csv") -> None:
-    """Deletes a submission that an earlier rollout left, so that it can't be scored for this one."""
-    pathlib.Path(workspace, name).unlink(missing_ok=True)
-
-
 def _score(result: sandbox.Result) -> float | None:
     """What the script printed, if it ended well and that is a number."""
     if result.outcome != "ok":

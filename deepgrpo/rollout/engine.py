@@ -73,11 +73,26 @@ class BadAnswer(Exception):
         self.kind = kind  # aborted | incomplete | stale
 
 
+def check_sampling(sampling: Sampling) -> None:
+    """Raises ValueError, naming the field, if a parameter is outside its range."""
+    if not sampling.temperature >= 0 or sampling.temperature == float("inf"):
+        raise ValueError(f"Sampling.temperature must be a finite number >= 0 (0 is greedy), got {sampling.temperature}")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"Sampling.top_p must be in (0, 1] (1 is off), got {sampling.top_p}")
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        raise ValueError(f"Sampling.top_k must be -1 (off) or >= 1, got {sampling.top_k}")
+    if sampling.max_model_len < 1:
+        raise ValueError(f"Sampling.max_model_len must be >= 1, got {sampling.max_model_len}")
+    if sampling.max_new_tokens is not None and sampling.max_new_tokens < 1:
+        raise ValueError(f"Sampling.max_new_tokens must be None (what the context leaves) or >= 1, got {sampling.max_new_tokens}")
+
+
 def check_ids(requests: Sequence[Request], sampling: Sampling, bound: int, holes: Sequence[int] = ()) -> None:
-    """Raises ValueError, naming it, for an empty prompt, a seed outside uint32, or a stop id or prompt id that no token has.
+    """Names in a ValueError a parameter out of range, an empty prompt, a seed outside uint32, or an id without a token.
 
     bound, holes: see `data.tokenizer.Vocabulary`.
     """
+    check_sampling(sampling)
     if len(outside := without_token(as_ids(sampling.stop_ids), bound, holes)):
         raise ValueError(f"stop id {outside[0]} has no token, expected one below {bound}: no response could ever end with it")
     for i, request in enumerate(requests):

@@ -350,11 +350,6 @@ class NativeEngine:
         version: int = 0,
         prefill_tokens: int = 1024,
     ):
-        if not 1 <= num_real_ids <= config.vocab_size:
-            raise ValueError(f"num_real_ids must be in [1, {config.vocab_size}] (the embedding's rows), got {num_real_ids}")
-        for name, value in (("slots", slots), ("decode_steps", decode_steps), ("prefill_tokens", prefill_tokens)):
-            if value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
         self.config, self.dtype, self.num_real_ids = config, jnp.dtype(dtype), num_real_ids
         self.slots, self.decode_steps, self.prefill_tokens = slots, decode_steps, prefill_tokens
         self._programs: Programs | None = None
@@ -402,7 +397,6 @@ class NativeEngine:
         self._require_open()
         if self._params is None:
             raise RuntimeError("this NativeEngine has no weights: its last publish failed; publish again")
-        sampling_lib.check(sampling)
         ids = self.num_real_ids, self.config.holes
         check_ids(requests, sampling, *ids)
         scheduler = Scheduler(requests, sampling)

@@ -32,22 +32,6 @@ class Restriction:
         return cls(num_real_ids, greedy, top_k, not greedy and sampling.top_p < 1)
 
 
-def check(sampling: Sampling) -> None:
-    """Raises ValueError, naming the field, if a parameter is outside its range."""
-    if not sampling.temperature >= 0 or sampling.temperature == float("inf"):
-        raise ValueError(f"Sampling.temperature must be a finite number >= 0 (0 is greedy), got {sampling.temperature}")
-    if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"Sampling.top_p must be in (0, 1] (1 is off), got {sampling.top_p}")
-    if sampling.top_k != -1 and sampling.top_k < 1:
-        raise ValueError(f"Sampling.top_k must be -1 (off) or >= 1, got {sampling.top_k}")
-    if sampling.max_model_len < 1:
-        raise ValueError(f"Sampling.max_model_len must be >= 1, got {sampling.max_model_len}")
-    if sampling.max_new_tokens is not None and sampling.max_new_tokens < 1:
-        raise ValueError(f"Sampling.max_new_tokens must be None (what the context leaves) or >= 1, got {sampling.max_new_tokens}")
-    if any(stop < 0 for stop in sampling.stop_ids):
-        raise ValueError(f"Sampling.stop_ids must be token ids >= 0, got {sampling.stop_ids}")
-
-
 def sample(logits: jax.Array, keys: jax.Array, temperature, top_k, top_p, restriction: Restriction):
     """Draws one id a row from softmax(logits / temperature), restricted to real ids, top-k, then top-p, renormalised.
 

@@ -20,13 +20,14 @@ import numpy as np
 
 from deepgrpo.rollout.engine import BadAnswer, OnDone, Request, Sampling, check_ids
 from deepgrpo.rollout.vllm_fleet import Fleet, Replica, Router, told
-from deepgrpo.rollout.vllm_http import GENERATE, SHOWN, VllmError, check_sampling, completions, generate_body, room, samples_asked
+from deepgrpo.rollout.vllm_http import GENERATE, SHOWN, VllmError, completions, generate_body, room, samples_asked
 from deepgrpo.rollout.vllm_server import BLOCK_SIZE, VllmServerError
 from deepgrpo.telemetry import waits
 from deepgrpo.types import Completion, as_ids
 
 MAX_CONCURRENT = 64  # requests in flight at one server, each with all samples of a prompt
 ATTEMPTS = 4  # of one request, on whichever servers
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM refuses more, and takes anything between 0 and the first for it
 CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 15.0  # between two looks at how many tokens a server has made
 KEEP_ALIVE_SECONDS = 3.0  # below the 5 s after which a server of default settings closes an idle connection
@@ -87,7 +88,9 @@ class VllmEngine:
           PublishError: the weights that were published last are not proven.
           VllmError: a request failed on every attempt, or no server comes back.
         """
-        check_sampling(sampling)
+        if sampling.temperature and not LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE:
+            limits = f"vLLM takes 0 (greedy) or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
+            raise ValueError(f"temperature is {sampling.temperature}, {limits}")
         check_ids(requests, sampling, self.num_real_ids, self.holes)
         if self.version != self._routed_version:
             self._router.forget()

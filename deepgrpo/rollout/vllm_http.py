@@ -28,22 +28,6 @@ log = logging.getLogger(__name__)
 
 
 MASKED = -1e30  # what an id without a token has added to its logit
-HIGHEST_TEMPERATURE = 2.0  # vLLM refuses more
-LOWEST_TEMPERATURE = 0.01  # and takes anything between 0 and this for this
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raises ValueError for a distribution that vLLM would refuse or silently replace by another one."""
-    if not (sampling.temperature == 0 or LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE):
-        raise ValueError(
-            f"temperature is {sampling.temperature}, vLLM takes 0 (greedy) or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
-        )
-    if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"top_p is {sampling.top_p}, expected (0, 1]")
-    if sampling.top_k != -1 and sampling.top_k < 1:
-        raise ValueError(f"top_k is {sampling.top_k}, expected -1 (off) or at least 1")
-    if sampling.max_new_tokens is not None and sampling.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {sampling.max_new_tokens}, expected None (what the context leaves) or at least 1")
 
 
 def room(request: Request, sampling: Sampling) -> int:

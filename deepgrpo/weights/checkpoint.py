@@ -121,8 +121,6 @@ class Checkpoints:
           best_metric: key of the metric that decides; "" for the average over sources (`deciding_metric`). best_label: written to
             `best_checkpoint.json` with each best, for its readers.
         """
-        if keep < 1:
-            raise ValueError(f"checkpoint.keep is {keep}, expected at least 1")
         self.folder = pathlib.Path(folder).absolute()
         self.keep, self.save_best, self.best_metric, self.best_label = keep, save_best, best_metric, best_label
         self.best: Best | None = None

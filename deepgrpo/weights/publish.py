@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 # the learner's devices. Both end in `hf.save`, so the files are the same. Phantom ids (vocabulary rows without a token) are
 # left out: an engine cannot sample a row that it does not have.
 
-ROUTES = ("orbax", "direct")
 WRITE_SECONDS = 3600.0  # for all processes to write a snapshot; past it one of them, or the folder, hangs
 GROUP_BYTES = 2 * 2**30  # of arrays that are read from Orbax at once
 
@@ -70,10 +69,6 @@ class Snapshots:
         dtype: Any,
         tokenizer_from: str | os.PathLike,
     ):
-        if route not in ROUTES:
-            raise ValueError(f"weights.route is {route!r}, expected one of {', '.join(ROUTES)}")
-        if route == "direct" and jax.process_count() > 1:
-            raise ValueError("weights.route=direct reads the whole policy from one host; with several, use weights.route=orbax")
         self.folder, self.route, self.dtype = pathlib.Path(folder).absolute(), route, jnp.dtype(dtype)
         self.config = dataclasses.replace(config, vocab_size=num_real_ids)
         self.tokenizer_from = pathlib.Path(tokenizer_from)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from deepgrpo.rollout import sampling
+from deepgrpo.rollout.engine import check_sampling
 from deepgrpo.rollout.sampling import Restriction
 from tests.rollout import tiny
 
@@ -80,4 +81,4 @@ def test_threshold_is_the_exact_kth_value(scale):
 )
 def test_a_parameter_out_of_range_is_named(field, value):
     with pytest.raises(ValueError, match=f"Sampling.{field}"):
-        sampling.check(tiny.plain(**{field: value}))
+        check_sampling(tiny.plain(**{field: value}))

@@ -186,5 +186,3 @@ def test_a_step_is_saved_once_and_an_empty_folder_has_no_latest(tmp_path):
     checkpoints.save(1, state(), {"first": True})
     assert checkpoints.save(1, state(), {"first": False}) == 0
     assert opened(tmp_path).restore(1, abstract(state()))[1] == {"first": True}
-    with pytest.raises(ValueError, match="checkpoint.keep is 0"):
-        opened(tmp_path, keep=0)

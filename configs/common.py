@@ -120,15 +120,11 @@ def get_config() -> ml_collections.ConfigDict:
     config.judge.model = ""  # served model name
     config.judge.api_key_env = "OPENAI_API_KEY"  # environment variable that holds the key
     config.judge.enable_thinking = "unset"  # chat_template_kwargs.enable_thinking: true | false | unset (nothing is sent)
-    config.judge.temperatures = (0.0, 0.3, 0.7)  # of its requests, in turn
-    config.judge.attempts = 3  # replies asked for a mark, each at the next temperature, until one can be parsed
     config.judge.timeout = 600.0  # seconds a request
     config.judge.max_tokens = 8192  # reply limit; 0: none is sent (the reference), but 8192 under a budget
     config.judge.max_concurrent = 32  # requests in flight
     config.judge.replay = ""  # folder of an earlier run's replies; a request that is not in it is an error
     config.judge.token_budget = 0  # prompt plus completion tokens; 0: no budget; once spent there are no verdicts
-    config.judge.money_budget = 0.0  # in the currency of the prices; 0: no budget
-    config.judge.prices = (0.0, 0.0)  # money a million prompt tokens, and a million completion tokens
 
     config.sandbox = section()  # for data sources that run code of the model's (ds1000, DSBench_data_modeling, agents)
     config.sandbox.allow_network = False  # True: run it even where it cannot be isolated, as the trainer's user, with the network

@@ -75,6 +75,10 @@ def rules(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from curriculum_rules(c)
         if c.teacher.enabled:
             yield from endpoint_rules("teacher", c.teacher)
+            if not c.teacher.temperatures:
+                yield "teacher.temperatures: expected at least one temperature"
+            if len(c.teacher.prices) != 2 or (c.teacher.money_budget and not any(c.teacher.prices)):
+                yield "teacher.prices: expected two, of a million prompt and completion tokens, above 0 for teacher.money_budget"
             yield from oracle_rules(c)
 
 
@@ -258,10 +262,6 @@ def endpoint_rules(name: str, endpoint: config_dict.ConfigDict) -> Iterator[str]
         yield f"{name}.base_url: expected http://HOST:PORT/v1" + (f" or {ORACLE}" if name == "teacher" else "")
     if not endpoint.model:
         yield f"{name}.model: expected the name of the model that the endpoint serves"
-    if not endpoint.temperatures:
-        yield f"{name}.temperatures: expected at least one temperature"
-    if len(endpoint.prices) != 2 or (endpoint.money_budget and not any(endpoint.prices)):
-        yield f"{name}.prices: expected two, of a million prompt and completion tokens; {name}.money_budget needs them above 0"
     if endpoint.replay and not pathlib.Path(endpoint.replay).is_dir():
         yield f"{name}.replay: expected the folder of an earlier run's replies (<run>/{name}); it does not exist"
 

@@ -40,6 +40,7 @@ LATENCIES_KEPT = 1024  # newest replies that the latency percentiles are over
 CHECK = "Reply with the single word: yes"  # the question of the check at the start
 
 TRUE, FALSE, UNSET = {"1", "true", "yes", "y", "on"}, {"0", "false", "no", "n", "off"}, {"", "null", "none", "unset"}
+JUDGE = {"temperatures": (0.0, 0.3, 0.7), "attempts": 3, "money_budget": 0.0, "prices": (0.0, 0.0)}  # what its section leaves out
 JUDGE_ROOM = 8192  # tokens of a judge's reply
 TEACHER_ROOM, THINKING_ROOM = 4, 32  # times the student's context: an account of the mistake and the solution; thoughts, too
 
@@ -454,11 +455,11 @@ COUNTERS = (
 
 def open_client(config: ml_collections.ConfigDict, name: str, cache: ReplyCache | None = None) -> Client:
     """The client of the section `name`, teacher or judge: the same one for the check at the start and for the run."""
-    room = JUDGE_ROOM
+    room, section = JUDGE_ROOM, ml_collections.ConfigDict(JUDGE | config[name].to_dict())
     if name == "teacher":
         thinks = config.teacher.enable_thinking.strip().lower() not in FALSE
         room = config.rollout.max_model_len * (THINKING_ROOM if thinks else TEACHER_ROOM)
-    return Client(name, config[name], room=room, cache=cache, strict_reference=config.strict_reference and name == "teacher")
+    return Client(name, section, room=room, cache=cache, strict_reference=config.strict_reference and name == "teacher")
 
 
 def extra_body(enable_thinking: str, chat_template_kwargs: str = "") -> dict[str, Any] | None:

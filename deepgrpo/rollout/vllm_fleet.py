@@ -32,8 +32,11 @@ class Deadlines:
     """Seconds. control: for a short call (version, cache, probe). load: for one that loads weights. start: until ready."""
 
     control: float = 60.0
-    load: float = 300.0
+    load: float = 120.0
     start: float = START_SECONDS
+
+
+DEADLINES = Deadlines()
 
 
 class Replica:
@@ -62,9 +65,9 @@ class Replica:
 class Fleet:
     """Threads may share it, but only one may publish."""
 
-    def __init__(self, servers: Sequence[VllmServer], run_id: str, deadlines: Deadlines = Deadlines()):
+    def __init__(self, servers: Sequence[VllmServer], run_id: str, deadlines: Deadlines | None = None):
         self.replicas = [Replica(index, server) for index, server in enumerate(servers)]
-        self.run_id, self.deadlines = run_id, deadlines
+        self.run_id, self.deadlines = run_id, deadlines or DEADLINES
         self.weights: Weights | None = None  # what all servers have proven to have
         self.reloads = 0
         self.seconds: dict[str, float] = {}  # of the last update, by part

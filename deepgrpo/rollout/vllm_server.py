@@ -27,7 +27,7 @@ import httpx
 TOKEN = "DEEPGRPO_VLLM_TOKEN"  # environment variable that holds the token of attached servers
 MODEL_NAME = "policy"  # served model name, for the paths that want one
 PLUGIN = pathlib.Path(__file__).with_name("vllm_plugin")
-START_SECONDS = 1200.0  # until a server is ready, from its start or before it is attached to; large models load slowly
+START_SECONDS = 600.0  # until a server is ready, from its start or before it is attached to; large models load slowly
 BLOCK_SIZE = 32  # tokens of a prefix-cache block
 GRACE = 15.0  # seconds between SIGTERM and SIGKILL that a server gets
 BIND_ATTEMPTS = 3  # ports tried when another process takes the chosen one first

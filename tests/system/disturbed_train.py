@@ -13,7 +13,7 @@ import sys
 
 from deepgrpo import train
 from deepgrpo.config import rules
-from deepgrpo.rollout import vllm
+from deepgrpo.rollout import vllm, vllm_fleet
 
 ANSWERS = 3  # of the call come first, so that the rest is under way
 
@@ -55,6 +55,7 @@ def main() -> None:
             harm(kind, self.fleet.replicas[0].server.pid)
 
     vllm._Call.finish = harmful
+    vllm_fleet.DEADLINES = vllm_fleet.Deadlines(control=20.0, load=20.0, start=240.0)
     train.main(*rules.from_command_line(sys.argv[1:]))
     assert not planned, f"never happened: {planned}"
 

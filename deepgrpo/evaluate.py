@@ -261,7 +261,7 @@ def open_policy(config, step, stack: contextlib.ExitStack, vocabulary, sampling:
     stack.enter_context(jax.set_mesh(mesh))
     dtype, real, temperature = config.model.dtype, vocabulary.bound, sampling.temperature or 1.0
     model_config, params = fixed.load(pathlib.Path(config.model.path), step, dtype, mesh)
-    model_config = dataclasses.replace(model_config, holes=vocabulary.holes)
+    model_config = dataclasses.replace(model_config, holes=vocabulary.holes, tokenizer_size=real)
     policy = fixed.FixedPolicy(model_config, params, dtype, real, temperature)
     plain = Sampling(temperature, 1.0, -1, sampling.stop_ids, sampling.max_model_len)  # what log-probs are compared under
     version = int(step.name) if step else 0

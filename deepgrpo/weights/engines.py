@@ -60,7 +60,7 @@ def open_engine(
         return open_vllm(config, stack, learner, prompts, sampling, version, run)
     model, keys = learner.model.config, config.rollout
     engine = NativeEngine(
-        model, learner.policy, config.model.dtype, learner.num_real_ids, keys.slots, keys.decode_steps, version=version
+        model, learner.policy, config.model.dtype, model.num_real_ids, keys.slots, keys.decode_steps, version=version
     )
     stack.callback(engine.close)
     return engine, engine.publish
@@ -78,7 +78,7 @@ def open_vllm(
     """Snapshot, servers, proof, self-test. Arguments: see `open_engine`."""
     root, model = weights_root(config), learner.model.config
     folder = own_folder(root)
-    snapshots = Snapshots(folder, config.weights.route, model, learner.num_real_ids, config.model.dtype, config.model.path)
+    snapshots = Snapshots(folder, config.weights.route, model, model.num_real_ids, config.model.dtype, config.model.path)
     stack.callback(snapshots.close)
     publisher = Publisher(snapshots, learner, probe_text(prompts, BLOCK_SIZE, sampling.max_model_len))
     servers = attached_servers(config)  # first: a server that is absent or another run's is not worth a snapshot
@@ -86,7 +86,7 @@ def open_vllm(
     servers = servers or start_servers(config, stack, first.folder, root, run)
     fleet = Fleet(servers, config.name)
     stack.callback(fleet.close)
-    engine = VllmEngine(fleet, learner.num_real_ids, config.vllm.request_deadline, model.holes)
+    engine = VllmEngine(fleet, model.num_real_ids, config.vllm.request_deadline, model.holes)
     publisher.confirm(fleet, first)
     self_test(engine, learner, prompts, sampling, config.seed, publisher.tolerance)
     return engine, publisher.publish
@@ -94,7 +94,8 @@ def open_vllm(
 
 def storing(config: Any, learner: Learner) -> Callable[[str], None]:
     """What the learner's other processes do for a publication (`Snapshots.take`): a function of the folder to write to."""
-    published = dataclasses.replace(learner.model.config, vocab_size=learner.num_real_ids)
+    model = learner.model.config
+    published = dataclasses.replace(model, vocab_size=model.num_real_ids)
 
     def store(folder: str) -> None:
         publish.store(learner.policy, folder, published, jnp.dtype(config.model.dtype))

@@ -1,5 +1,6 @@
 """A tiny learner, its fake servers, and the publisher between them."""
 
+import dataclasses
 import functools
 import json
 import types
@@ -35,8 +36,9 @@ class Student:
     """What the publisher asks of a learner."""
 
     def __init__(self, params):
-        self.policy, self.num_real_ids = params, tiny.REAL
-        self.model = types.SimpleNamespace(config=tiny.CONFIG, dtype=jnp.float32)
+        self.policy = params
+        config = dataclasses.replace(tiny.CONFIG, tokenizer_size=tiny.REAL)
+        self.model = types.SimpleNamespace(config=config, dtype=jnp.float32)
 
     def announce(self, name, **fields):
         """A learner of one process has nobody to tell."""

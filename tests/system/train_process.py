@@ -26,7 +26,7 @@ class Engine:
         self.tokenizer = tokenizer_lib.load_tokenizer(config.model.path)
         model = learner.model.config
         folder = f"{config.weights.folder}/{os.getpid()}"
-        self.snapshots = Snapshots(folder, "orbax", model, learner.num_real_ids, config.model.dtype, config.model.path)
+        self.snapshots = Snapshots(folder, "orbax", model, model.num_real_ids, config.model.dtype, config.model.path)
         self.learner, self.version, self.probe = learner, version, None
         self.publish(learner.policy, version)
 

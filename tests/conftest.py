@@ -58,6 +58,9 @@ def student() -> pathlib.Path:
         made = subprocess.run(
             [sys.executable, "-m", "deepgrpo.warm_start", "--config=configs/carry_chain.py"],
             cwd=ROOT,
+            env={
+                name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
+            },  # with it, the demo's student is another
             capture_output=True,
             text=True,
             timeout=900,

@@ -1,6 +1,7 @@
 """What a run needs of disks and memory is compared with what there is, in numbers, before anything is loaded."""
 
 import collections
+import dataclasses
 import json
 import os
 import pathlib
@@ -128,4 +129,4 @@ def test_an_unreadable_model_is_not_this_checks_business(machine, tmp_path):
     for content in ("{}", "<html>", '{"model_type": "bert"}'):
         (tmp_path / "model" / "config.json").write_text(content)
         assert room.room_problems(config, True) == []
-    assert ModelConfig.from_hf_dict(tiny.MODEL.to_hf_dict()) == tiny.MODEL
+    assert ModelConfig.from_hf_dict(tiny.MODEL.to_hf_dict()) == dataclasses.replace(tiny.MODEL, tokenizer_size=0)

@@ -60,6 +60,7 @@ def port() -> int:
     raise RuntimeError("no two neighbouring ports are free")
 
 
+@pytest.mark.system
 def test_serves_until_told_to_stop_and_replaces_a_dead_server(tmp_path, model, port):
     arguments = command(tmp_path, model, "ok", port)
     with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

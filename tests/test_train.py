@@ -131,6 +131,7 @@ def test_hard_states_give_a_gradient_where_plain_grpo_has_none(student, whole, t
     assert {"forest_pool/num_trees", "forest/num_trees", "teacher_suffix/accepted", "timing_s/step"} <= forest[-1].keys()
 
 
+@pytest.mark.system
 def test_killed_and_stopped_again_and_again_it_resumes_bit_for_bit(student, whole, tmp_path):
     """Killed while it writes a checkpoint, after it renamed one and in a step; stopped by a signal, which saves."""
     finish(start(tmp_path, {"DEEPGRPO_CRASH_AT": "mid_write@4"}), -signal.SIGKILL)

@@ -89,6 +89,7 @@ def lives(student, tmp_path_factory):
     return run, said
 
 
+@pytest.mark.system
 def test_every_life_saves_its_last_step(lives):
     run, said = lives
     assert len(said) == 2
@@ -110,6 +111,7 @@ def test_what_was_lost_is_said_once(lives, life, line):
     assert len(re.findall(line, lives[1][life])) == 1, lives[1][life]
 
 
+@pytest.mark.system
 def test_while_the_teacher_waits(student, tmp_path):
     """One order is not lost; a second one after two seconds ends the run at once."""
     asked, environment = threading.Event(), {"OPENAI_API_KEY": "EMPTY"}

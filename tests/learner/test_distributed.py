@@ -67,6 +67,7 @@ def run(folder: pathlib.Path, count: int) -> dict[str, np.ndarray]:
     return dict(np.load(folder / f"{count}.npz"))
 
 
+@pytest.mark.system
 def test_two_processes_equal_one(tmp_path):
     """Loading, three updates of two epochs, saving, restoring, scoring and publishing, on one mesh of two devices each."""
     config = tiny.model_config()

@@ -377,16 +377,17 @@ def diff(first: SavedForest, second: SavedForest) -> tuple[list[Change], dict[st
     changes = []
     for what, one, other in (("tree added", second, first), ("tree removed", first, second)):
         changes += [Change(what, tree, tree.nodes[0]) for key, tree in one.trees.items() if key not in other.trees]
-    common = [(first.trees[key], second.trees[key]) for key in second.trees if key in first.trees]
-    states = [[{node.ids.tobytes(): node for node in tree.nodes} for tree in pair] for pair in common]
-    for what, one, other in (("state added", 1, 0), ("state removed", 0, 1)):
-        for trees, nodes in zip(common, states, strict=True):
-            changes += [Change(what, trees[one], node) for state, node in nodes[one].items() if state not in nodes[other]]
-    for (a, b), (of_a, of_b) in zip(common, states, strict=True):
-        sizes_a, sizes_b = ({node.id: len(node.ids) for node in tree.nodes} for tree in (a, b))
-        for state, node in of_b.items():
-            if state in of_a and (fields := _changes(of_a[state], node, sizes_a, sizes_b)):
-                changes.append(Change("state changed", b, node, fields))
+    common = [key for key in second.trees if key in first.trees]
+    sizes = [{node.id: len(node.ids) for node in saved.nodes()} for saved in (first, second)]
+    of_first, of_second = (
+        {(key, node.ids.tobytes()): (saved.trees[key], node) for key in common for node in saved.trees[key].nodes}
+        for saved in (first, second)
+    )
+    for what, one, other in (("state added", of_second, of_first), ("state removed", of_first, of_second)):
+        changes += [Change(what, *found) for state, found in one.items() if state not in other]
+    for state, found in of_second.items():
+        if state in of_first and (fields := _changes(of_first[state][1], found[1], *sizes)):
+            changes.append(Change("state changed", *found, fields))
     before, after = (
         Counter((node.ids.tobytes(), step, ids.tobytes()) for node in saved.nodes() for step, _, _, ids in node.waiting)
         for saved in (first, second)

@@ -20,6 +20,8 @@ from deepgrpo.types import Ids
 
 CUT = "✂"
 _CONTEXT = 4  # tokens decoded before a piece: some decoders drop a text's leading space, and characters may span tokens
+_OF_NODE = {"active": "active", "k_succ": "last_k_succ", "k_total": "last_k_total", "last_rollout_step": "rollout_clock"}
+_OF_NODE |= {name: name for name in ("observations", "created_step", "last_success_step", "last_fail_step", "sft_updates")}
 Decode = Callable[[list[list[int]]], list[str]]
 
 
@@ -80,16 +82,8 @@ def _row(number: int, tree: Tree, node: Node, sizes: dict[int, int], now: int) -
         "node": node.id,
         "parent": node.parent,
         "depth": len(node.ids) - start,
-        "active": node.active,
-        "k_succ": node.last_k_succ,
-        "k_total": node.last_k_total,
-        "observations": node.observations,
-        "created_step": node.created_step,
+        **{name: getattr(node, field) for name, field in _OF_NODE.items()},
         "age": now - node.created_step,
-        "last_rollout_step": node.rollout_clock,
-        "last_success_step": node.last_success_step,
-        "last_fail_step": node.last_fail_step,
-        "sft_updates": node.sft_updates,
         "waiting_failures": len(node.waiting),
         "question": tree.problem.question,
         "prompt_ids": node.ids[:start],
@@ -216,13 +210,8 @@ def terminal_trees(made: Sequence[dict[str, Any]]) -> list[Branch]:
 
 def _facts(row: dict[str, Any]) -> str:
     seen = f"{row['k_succ']}/{row['k_total']} right, seen {row['observations']}x" if row["observations"] else "never rolled out"
-    facts = [
-        f"state {row['node']}",
-        f"{row['depth']} tokens",
-        "active" if row["active"] else "retired",
-        seen,
-        f"age {row['age']}",
-    ]
+    life = "active" if row["active"] else "retired"
+    facts = [f"state {row['node']}", f"{row['depth']} tokens", life, seen, f"age {row['age']}"]
     if row["waiting_failures"]:
         facts.append(f"{row['waiting_failures']} failures wait")
     if row["provenance"]:

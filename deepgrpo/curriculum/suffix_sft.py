@@ -182,12 +182,7 @@ def epoch_sft_minibatches(
     Every batch is full and has nodes of distinct trees. Within a pass each node is used at most once: a ring of trees is walked,
     taking one node of each tree that still has one, from where the last batch stopped; the pass ends when fewer than
     `mini_batch_size` trees have nodes left, and what they still have is dropped.
-
-    Raises:
-      ValueError: `mini_batch_size` is not positive or `epoch_passes` is negative.
     """
-    if mini_batch_size < 1 or epoch_passes < 0:
-        raise ValueError(f"expected mini_batch_size >= 1 and epoch_passes >= 0, got {mini_batch_size} and {epoch_passes}")
     groups: dict[Hashable, list[T]] = {}
     for tree, node in snapshot:
         groups.setdefault(tree, []).append(node)

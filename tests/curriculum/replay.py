@@ -396,8 +396,7 @@ class ForestReplay(Replay):
         return counts
 
     def observe_root(self, prompt, k_succ, k_total, step, failed):
-        problem = Problem(0, "trace", as_ids(prompt), "", "")
-        counts = self.pool.observe_root(problem, k_succ, k_total, step, _responses(failed))
+        counts = self.pool.observe_root(problem(prompt), k_succ, k_total, step, _responses(failed))
         return self._enqueued(failed, counts)
 
     def observe_node(self, tree, node, k_succ, k_total, step, failed):
@@ -410,12 +409,8 @@ class ForestReplay(Replay):
 
     def dispatch_teacher(self, max_items, step):
         return [
-            {
-                "event": self.labels[failure.failure_id],
-                "tree": failure.problem.prompt_ids.tolist(),
-                "parent": failure.state_ids.tolist(),
-                "created_step": failure.step,
-            }
+            {"event": self.labels[failure.failure_id], "tree": failure.problem.prompt_ids.tolist()}
+            | {"parent": failure.state_ids.tolist(), "created_step": failure.step}
             for failure in self.pool.dispatch(10**6 if max_items is None else max_items, UNKNOWN if step is None else step)
         ]
 
@@ -491,12 +486,8 @@ class ForestReplay(Replay):
                 | {name: node[name] for name in kept}
             )
         events = [
-            {
-                "event": self.labels[event["event"]],
-                "parent": ids[event["node"]],
-                "created_step": event["created_step"],
-                "in_flight": event["in_flight"],
-            }
+            {"event": self.labels[event["event"]], "parent": ids[event["node"]]}
+            | {name: event[name] for name in ("created_step", "in_flight")}
             for event in tree["events"]
         ]
         clocks = ("created_step", "last_updated_step", "last_rollout_sampled_step", "last_dispatch_step", "last_sft_sampled_step")

@@ -262,7 +262,7 @@ def open_policy(config, step, stack: contextlib.ExitStack, vocabulary, sampling:
     dtype, real, temperature = config.model.dtype, vocabulary.bound, sampling.temperature or 1.0
     model_config, params = fixed.load(pathlib.Path(config.model.path), step, dtype, mesh)
     model_config = dataclasses.replace(model_config, holes=vocabulary.holes, tokenizer_size=real)
-    policy = fixed.FixedPolicy(model_config, params, dtype, real, temperature)
+    policy = fixed.FrozenPolicy(model_config, params, dtype, real, temperature)
     plain = Sampling(temperature, 1.0, -1, sampling.stop_ids, sampling.max_model_len)  # what log-probs are compared under
     version = int(step.name) if step else 0
     return open_engine(config, stack, policy, prompts, plain, version, out)[0]

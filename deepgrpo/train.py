@@ -48,7 +48,7 @@ from deepgrpo.rollout.engine import Sampling
 from deepgrpo.teacher.worker import NoTeacher, open_teacher
 from deepgrpo.telemetry import dumps, statistics
 from deepgrpo.telemetry.diagnostics import Diagnostics, rollout_mismatch
-from deepgrpo.telemetry.log import Progress, Timer, end_step, told
+from deepgrpo.telemetry.log import Progress, Timer, end_step, format_position
 from deepgrpo.telemetry.metrics import Metrics
 from deepgrpo.types import Prompt
 from deepgrpo.weights import checkpoint as checkpoint_lib
@@ -220,7 +220,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
             progress.update(0, metrics)
     gc.freeze()  # what exists by now stays: without this, a large forest makes every full collection a pause of a second
     if done():
-        log.info("nothing to do: %s is at %s", run, told(where()))
+        log.info("nothing to do: %s is at %s", run, format_position(where()))
         return
 
     rollouts = Rollouts(config, loop, context, background_context, dataset, curriculum, diagnostics)
@@ -285,7 +285,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
             save()
     progress.close()
     reason = "stopped by a signal" if stop.is_set() and not last else "finished"
-    log.info("%s: %s, %s", reason, run, told(where()))
+    log.info("%s: %s, %s", reason, run, format_position(where()))
 
 
 if __name__ == "__main__":

@@ -305,7 +305,7 @@ def tree_key(prompt_ids: Ids) -> bytes:
     return prompt_ids.astype(">u4").tobytes()
 
 
-def own_ids(ids: np.ndarray) -> Ids:
+def frozen_ids(ids: np.ndarray) -> Ids:
     """Returns ids that can be kept by reference: int32, read-only, and no view that would keep a larger buffer alive."""
     if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.base is None and not ids.flags.writeable:
         return ids

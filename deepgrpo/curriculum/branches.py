@@ -12,7 +12,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum.base import NEVER, STATES, STREAM, Buffer, Curriculum, State, check_step, generator, named, own_ids
+from deepgrpo.curriculum.base import NEVER, STATES, STREAM, Buffer, Curriculum, State, check_step, frozen_ids, generator, named
 from deepgrpo.curriculum.pivots import PIVOTS, Pivot, PivotModel, candidates, create_partition
 from deepgrpo.curriculum.saved import Saved
 from deepgrpo.types import Group, Ids, Problem, Prompt, as_ids
@@ -163,7 +163,7 @@ class BranchBuffer(Buffer):
         many entered. Also without points it drops; nothing else does."""
         roomy = [point for point in points if len(point.state_ids) <= self.max_state_len]
         self.counts["refused_room"] += len(points) - len(roomy)
-        self.entries += [dataclasses.replace(point, state_ids=own_ids(point.state_ids), step=step) for point in roomy]
+        self.entries += [dataclasses.replace(point, state_ids=frozen_ids(point.state_ids), step=step) for point in roomy]
         fresh = [point for point in self.entries if step - point.step <= self.max_age]
         self.counts["dropped_age"] += len(self.entries) - len(fresh)
         self.entries = fresh

@@ -139,7 +139,7 @@ class ChainPool(Curriculum):
         key = base.tree_key(problem.prompt_ids)
         if not key or key in self.chains:
             return False
-        chain = Chain(self.counts["next_chain"], problem, step, step, nodes=[ChainNode(base.own_ids(problem.prompt_ids))])
+        chain = Chain(self.counts["next_chain"], problem, step, step, nodes=[ChainNode(base.frozen_ids(problem.prompt_ids))])
         self.counts["next_chain"] += 1
         self.chains[key] = chain
         self._request(chain, failed, step)
@@ -177,7 +177,7 @@ class ChainPool(Curriculum):
         """Stores the active node's failures, and has the chain wait for the teacher."""
         first = self.counts["next_event"]
         self.counts["next_event"] += len(failed)
-        chain.nodes[-1].failed = [StoredFailure(first + i, step, base.own_ids(ids)) for i, ids in enumerate(failed)]
+        chain.nodes[-1].failed = [StoredFailure(first + i, step, base.frozen_ids(ids)) for i, ids in enumerate(failed)]
         chain.tried = 0
         chain.move(DEEPENING, step)
         self.queue.append(base.tree_key(chain.problem.prompt_ids))
@@ -289,7 +289,7 @@ class ChainPool(Curriculum):
             return self._give_up(chain, step, "depth")
         if len(state_ids) > self.max_state_len:
             return self._give_up(chain, step, "length")
-        chain.nodes.append(ChainNode(base.own_ids(state_ids)))
+        chain.nodes.append(ChainNode(base.frozen_ids(state_ids)))
         chain.move(LEARNING, step)
         self.counts["teacher_successes"] += 1
         return "deepened"

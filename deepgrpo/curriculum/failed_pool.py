@@ -20,7 +20,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from deepgrpo.curriculum.base import FAILURES, NEVER, Correction, Curriculum, Failure, generator, named, own_ids, tree_key
+from deepgrpo.curriculum.base import FAILURES, NEVER, Correction, Curriculum, Failure, frozen_ids, generator, named, tree_key
 from deepgrpo.curriculum.saved import Saved, saved_counts
 from deepgrpo.types import Group, Ids, Problem
 
@@ -86,7 +86,7 @@ class FailedPool:
     def add(self, failures: Sequence[FailedRollout], step: int) -> int:
         """Takes in failures of `step`; returns how many wait. Bounded: also without any, it drops those past their age."""
         for failed in failures:
-            ids = {"state_ids": own_ids(failed.state_ids), "response_ids": own_ids(failed.response_ids)}
+            ids = {"state_ids": frozen_ids(failed.state_ids), "response_ids": frozen_ids(failed.response_ids)}
             self._put(dataclasses.replace(failed, **ids, step=step, event=self.counts["enqueued"]))
             self.counts["enqueued"] += 1
         if not self.priority:  # steps may go backwards: a failure of a later step is not old

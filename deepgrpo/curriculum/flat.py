@@ -93,7 +93,7 @@ class FlatPool(QueuedCurriculum):
         """Appends a state; returns its handle."""
         handle = self.counts["next_handle"]
         self.counts["next_handle"] += 1
-        self.entries[handle] = dataclasses.replace(entry, handle=handle, state_ids=base.own_ids(entry.state_ids))
+        self.entries[handle] = dataclasses.replace(entry, handle=handle, state_ids=base.frozen_ids(entry.state_ids))
         while len(self.entries) > self.max_size:
             del self.entries[next(iter(self.entries))]
             self.counts["dropped_capacity"] += 1

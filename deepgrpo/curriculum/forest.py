@@ -146,7 +146,7 @@ class Forest(Curriculum):
                 if not failed:
                     return seen
                 tree = Tree(key, problem, nodes=[], created_step=step, last_updated_step=step)
-                root = Node(self._new_node_id(), key, None, base.own_ids(problem.prompt_ids), step, origin=None)
+                root = Node(self._new_node_id(), key, None, base.frozen_ids(problem.prompt_ids), step, origin=None)
                 self.index.add_tree(tree, root)
                 seen["tree_created"] = 1
             self._observe(tree, tree.nodes[0], k_succ, k_total, step, failed, seen)
@@ -203,7 +203,7 @@ class Forest(Curriculum):
         if self._full(tree):
             counters.dropped_capacity += len(failed)
             return
-        index.add_failures(node, [(step, first + i, node.id, base.own_ids(ids)) for i, ids in enumerate(failed)])
+        index.add_failures(node, [(step, first + i, node.id, base.frozen_ids(ids)) for i, ids in enumerate(failed)])
         # Loops, not ifs: a forest restored under tighter bounds holds more than one event too many.
         while bounds.max_events_per_parent and len(node.waiting) > bounds.max_events_per_parent:
             index.discard(node.waiting[0])
@@ -318,8 +318,10 @@ class Forest(Curriculum):
         """
         state_ids, origin = None, None
         if correction is not None:  # what cannot be taken in raises here, while the event is still known
-            state_ids = base.own_ids(np.concatenate([failure.state_ids, correction.prefix_ids]))
-            suffixes = (base.own_ids(() if ids is None else ids) for ids in (correction.failed_suffix_ids, correction.suffix_ids))
+            state_ids = base.frozen_ids(np.concatenate([failure.state_ids, correction.prefix_ids]))
+            suffixes = (
+                base.frozen_ids(() if ids is None else ids) for ids in (correction.failed_suffix_ids, correction.suffix_ids)
+            )
             origin = Origin(failure.failure_id, failure.step, failure.response_ids, *suffixes, correction.reward)
         with self.lock:
             event = self.index.events.get(failure.failure_id)

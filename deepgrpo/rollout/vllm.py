@@ -19,7 +19,7 @@ import httpx
 import numpy as np
 
 from deepgrpo.rollout.engine import BadAnswer, OnDone, Request, Sampling, check_ids
-from deepgrpo.rollout.vllm_fleet import Fleet, Replica, Router, told
+from deepgrpo.rollout.vllm_fleet import Fleet, Replica, Router, format_errors
 from deepgrpo.rollout.vllm_http import GENERATE, SHOWN, VllmError, completions, generate_body, room, samples_asked
 from deepgrpo.rollout.vllm_server import BLOCK_SIZE, VllmServerError
 from deepgrpo.telemetry import waits
@@ -250,7 +250,7 @@ class _Call:
         async with self.changed:
             while True:
                 if len(self.lost) == len(self.fleet.replicas):
-                    raise VllmError(f"no vLLM server is left:\n{told(self.lost)}")
+                    raise VllmError(f"no vLLM server is left:\n{format_errors(self.lost)}")
                 up = [r for r in self.fleet.replicas if r not in self.healing and r not in self.lost]
                 free = [r for r in up if self.in_flight[r] < MAX_CONCURRENT]
                 if free:

@@ -230,7 +230,7 @@ class Fleet:
             replica.server.stop()
 
 
-def told(errors: dict[Replica, Exception]) -> str:
+def format_errors(errors: dict[Replica, Exception]) -> str:
     return "\n".join(f"- {replica.name}: {error}" for replica, error in errors.items())
 
 

@@ -244,7 +244,7 @@ def validation_score(metrics: Mapping[str, float], last: float) -> float:
     return next(iter(averages or scores.values()), last)
 
 
-def told(position: Mapping[str, float]) -> str:
+def format_position(position: Mapping[str, float]) -> str:
     """Where a run is, of its `training/*` metrics."""
     step, passes, tokens = (position[f"training/{name}"] for name in ("global_step", "passes", "student_tokens"))
     return f"step {step}, {passes:.2f} passes over the data, {tokens} student tokens"

@@ -21,7 +21,7 @@ from deepgrpo.weights.checkpoint import MANIFEST, read_arrays
 PADDED = 64  # tokens: scored texts are filled up to multiples, so that few lengths are compiled
 
 
-class FixedPolicy:
+class FrozenPolicy:
     """Stands where `weights.engines.open_engine` takes a learner. policy: the parameters, sharded on a mesh."""
 
     def __init__(self, config: ModelConfig, params: Any, dtype: Any, num_real_ids: int, temperature: float):

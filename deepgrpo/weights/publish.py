@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 
 from deepgrpo.learner.learner import Learner
 from deepgrpo.model.config import ModelConfig
-from deepgrpo.rollout.vllm_fleet import Fleet, PublishError, Replica, told
+from deepgrpo.rollout.vllm_fleet import Fleet, PublishError, Replica, format_errors
 from deepgrpo.rollout.vllm_http import SnapshotRefused, Weights
 from deepgrpo.telemetry import waits
 from deepgrpo.types import Ids
@@ -276,7 +276,7 @@ class Publisher:
             (fleet.confirm if replica.ours else fleet.load)(replica, weights)
 
         if errors := fleet.on_all(give, fleet.replicas):
-            raise PublishError(f"the weights of step {weights.version} do not reach the engine:\n{told(errors)}")
+            raise PublishError(f"the weights of step {weights.version} do not reach the engine:\n{format_errors(errors)}")
         self._adopt(weights)
 
     def publish(self, params: Any, version: int) -> None:
@@ -317,7 +317,7 @@ class Publisher:
             waiting = list(errors)
             if not errors or any(isinstance(error, SnapshotRefused) and error.names for error in errors.values()):
                 break  # other tensors than the model's: no repetition changes that
-            log.warning("step %d, attempt %d of %d to load:\n%s", version, attempt + 1, ATTEMPTS, told(errors))
+            log.warning("step %d, attempt %d of %d to load:\n%s", version, attempt + 1, ATTEMPTS, format_errors(errors))
         else:
             log.warning("step %d: restarting %s", version, ", ".join(replica.name for replica in waiting))
             restartable = [replica for replica in waiting if replica.ours]
@@ -327,7 +327,7 @@ class Publisher:
             before = "none" if fleet.weights is None else f"version {fleet.weights.version}"
             raise PublishError(
                 f"the weights of step {version} were not proven to be in the engine (proven before: {before}); "
-                f"no rollout may be sampled, the run stops. Its newest checkpoint resumes it:\n{told(errors)}"
+                f"no rollout may be sampled, the run stops. Its newest checkpoint resumes it:\n{format_errors(errors)}"
             )
         self._adopt(weights)
         slowest = {part: max(replica.seconds[part] for replica in fleet.replicas) for part in ("load", "proof")}

@@ -117,10 +117,9 @@ def chosen_trees(saved: SavedForest, args: argparse.Namespace) -> list[int]:
         if args.tree >= len(saved.trees):
             raise ValueError(f"--tree={args.tree}: the forest has {len(saved.trees)} trees, numbered from 0")
         return [args.tree]
-    numbers = forest_view.ordered(saved, args.sort)
-    everything = args.json or args.html
-    limit = (0 if everything else 10) if args.limit is None else args.limit
-    return numbers[:limit] if limit else numbers
+    usual = 0 if args.json or args.html else 10
+    limit = usual if args.limit is None else args.limit
+    return forest_view.ordered(saved, args.sort)[: limit or None]
 
 
 #### diff
@@ -194,9 +193,8 @@ def merge(args: argparse.Namespace) -> None:
 
 def prune(args: argparse.Namespace) -> None:
     opened = open_forest(args.run, args.model)
-    criteria = {
-        name: getattr(args, name) for name in ("retired", "stale", "older_than", "longer_than", "max_nodes", "drop_trees")
-    }
+    names = ("retired", "stale", "older_than", "longer_than", "max_nodes", "drop_trees")
+    criteria = {name: getattr(args, name) for name in names}
     if not any(value not in (None, False, []) for value in criteria.values()):
         raise ValueError("nothing to prune by: give --retired, --stale, --older-than, --longer-than, --max-nodes or --drop-tree")
     write(forest_tools.prune(opened.saved, **criteria), args, require_one_vocabulary([opened]), [opened])

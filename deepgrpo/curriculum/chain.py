@@ -319,9 +319,7 @@ class ChainPool(Curriculum):
 
     def saved(self) -> tuple[dict[str, Saved], dict[str, Any]]:
         places = {key: i for i, key in enumerate(self.chains)}
-        with_teacher = [
-            base.tree_key(self.in_flight[event].problem.prompt_ids) for event in sorted(self.in_flight)
-        ]  # first again
+        with_teacher = [base.tree_key(chain.problem.prompt_ids) for _, chain in sorted(self.in_flight.items())]  # first again
         nodes = [node for chain in self.chains.values() for node in chain.nodes]
         chains = [(*_of_chain(chain), list(chain.transitions), len(chain.nodes)) for chain in self.chains.values()]
         return {

@@ -134,14 +134,10 @@ def _merged_node(a: Node, b: Node, a_is_older: bool) -> Node:
 
 def _merged_events(a: Node, b: Node) -> list[Event]:
     """All of `a`'s, and of `b`'s those that `a` has not, or not as often."""
-    known = Counter((step, ids.tobytes()) for step, _, _, ids in a.waiting)
-    further = []
+    known, further = Counter((step, ids.tobytes()) for step, _, _, ids in a.waiting), []
     for event in b.waiting:
-        key = event[0], event[3].tobytes()
-        if known[key]:
-            known[key] -= 1
-        else:
-            further.append(event)
+        known[key := (event[0], event[3].tobytes())] -= 1
+        further += [event] if known[key] < 0 else []
     return sorted([*a.waiting, *further], key=lambda event: event[:2])
 
 
@@ -178,9 +174,8 @@ def _problem(a: Tree, b: Tree) -> Problem:
             )
 
     def rank(tree: Tree) -> tuple:
-        return tree.created_step, json.dumps(
-            [tree.problem.index, tree.problem.question, dict(tree.problem.extra)], sort_keys=True
-        )
+        row = [tree.problem.index, tree.problem.question, dict(tree.problem.extra)]
+        return tree.created_step, json.dumps(row, sort_keys=True)
 
     return min((a, b), key=rank).problem
 

@@ -82,10 +82,8 @@ def describe(pool: Forest) -> list[dict]:
         ids = {node.id for node in tree.nodes}
         events = [event for event in pool.index.events.values() if event[2] in ids]
         listing.append(
-            {
-                "problem": tree.problem,
-                "created_step": tree.created_step,
-                "last_updated_step": tree.last_updated_step,
+            {name: getattr(tree, name) for name in ("problem", "created_step", "last_updated_step")}
+            | {
                 "last_rollout_sampled_step": tree.rollout_clock,
                 "last_dispatch_step": tree.dispatch_clock,
                 "last_sft_sampled_step": tree.sft_clock,

@@ -62,10 +62,9 @@ def branching(pool, inputs=(), **changes):
     """A pool of branches by the keys of a golden case; `changes` are of the section `branches`."""
     inputs = {"max_model_len": 32, "tokens_per_node": 3} | dict(inputs)
     names = ("tokens_per_node", "n_branch_points", "branches_per_point", "branches_per_entry")
-    changes = {f"branches__{name}": inputs[name] for name in names if name in inputs} | {
-        f"branches__{name}": value for name, value in changes.items()
-    }
-    curriculum = create(pool, max_model_len=inputs["max_model_len"], **changes)
+    keys = {name: inputs[name] for name in names if name in inputs} | changes
+    branches = {f"branches__{name}": value for name, value in keys.items()}
+    curriculum = create(pool, max_model_len=inputs["max_model_len"], **branches)
     curriculum.only_failures = inputs.get("expand_only_on_low_quality", True)
     if "segment_method" in inputs:
         sizes = inputs["tokens_per_node"], inputs.get("n_segments", 5), inputs.get("stop_ids", ())

@@ -94,12 +94,8 @@ def test_the_model_learns_from_judged_branches():
     prompts = [dataclasses.replace(p, n=2) for p in curriculum.expand([main_group([0.0, 0.0])], 1)]
     outcomes = map(scored, [[0.0, 0.0], [0.0, 1.0], [None, None], [None, 0.0]], prompts)
     metrics = curriculum.observe([main_group([0.0, 0.0]), *outcomes], 1)
-    judged = [prompts[i].node.ratio for i in (0, 1, 3)]
-    assert curriculum.model.state()["ratios"] == judged and curriculum.model.state()["labels"] == [
-        False,
-        True,
-        False,
-    ]
+    judged, learned = [prompts[i].node.ratio for i in (0, 1, 3)], curriculum.model.state()
+    assert learned["ratios"] == judged and learned["labels"] == [False, True, False]
     assert metrics["branching/points"] == 3 and metrics["branching/recovered_share"] == pytest.approx(1 / 3)
     assert metrics["branching/contrast_share"] == pytest.approx(1 / 3)
     assert metrics["branching/avg_position_ratio"] == pytest.approx(np.mean(judged))

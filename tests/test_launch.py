@@ -22,7 +22,8 @@ def checkout(folder, name: str, python: str) -> dict[str, str]:
     (folder / "bin" / "python").write_text(python)
     for path in (*folder.glob("launch/*.sh"), folder / "bin" / "python"):
         path.chmod(0o755)
-    return os.environ | {"DEEPGRPO_VENV": str(folder), "LEARNER_GPUS": "0", "ROLLOUT_GPUS": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name != "DEEPGRPO_SYSTEM"}
+    return inherited | {"DEEPGRPO_VENV": str(folder), "LEARNER_GPUS": "0", "ROLLOUT_GPUS": "1"}
 
 
 @pytest.mark.parametrize(("fails", "status"), [("nothing", 0), ("not system", 3), ("-m system", 4), ("system", 3), ("format", 5)])

@@ -27,9 +27,8 @@ from typing import Any
 import jax
 
 from deepgrpo import config as config_lib
-from deepgrpo.config import flags, rules
+from deepgrpo.config import flags
 from deepgrpo.config.streams import steady, tool
-from deepgrpo.config.values import CHOICES
 from deepgrpo.data import dataset, templates
 from deepgrpo.data import dataset as dataset_lib
 from deepgrpo.data import tokenizer as tokenizer_lib
@@ -37,7 +36,9 @@ from deepgrpo.data.contamination import overlap
 from deepgrpo.learner import sharding
 from deepgrpo.loops import reasoning
 from deepgrpo.loops.base import RolloutContext
-from deepgrpo.preflight import check_inputs
+from deepgrpo.preflight import rules
+from deepgrpo.preflight.inputs import check_inputs
+from deepgrpo.preflight.values import CHOICES
 from deepgrpo.rewards.grade import check_sources, rubric_of
 from deepgrpo.rewards.setup import open_grading
 from deepgrpo.rollout.engine import Sampling

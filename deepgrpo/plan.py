@@ -23,8 +23,6 @@ import numpy as np
 
 from deepgrpo import config as config_lib
 from deepgrpo.config import flags as flags_lib
-from deepgrpo.config import rules
-from deepgrpo.config.rules import ORACLE
 from deepgrpo.config.streams import tool
 from deepgrpo.curriculum import pool_class
 from deepgrpo.data import dataset as dataset_lib
@@ -43,6 +41,8 @@ from deepgrpo.learner.rows import Row
 from deepgrpo.model.attention import choose_backend
 from deepgrpo.model.config import SHAPES, ModelConfig, preset_shapes
 from deepgrpo.model.transformer import Placement, Transformer, abstract_params
+from deepgrpo.preflight import rules
+from deepgrpo.preflight.rules import ORACLE
 from deepgrpo.teacher.prompts import plain_prompt
 from deepgrpo.telemetry.log import Console
 from deepgrpo.telemetry.plan_tables import show

@@ -26,8 +26,9 @@ from collections.abc import Sequence
 import jax
 
 from deepgrpo import config as config_lib
-from deepgrpo.config import flags, rules
-from deepgrpo.preflight import vllm_python_problems
+from deepgrpo.config import flags
+from deepgrpo.preflight import rules
+from deepgrpo.preflight.inputs import vllm_python_problems
 from deepgrpo.rollout.vllm_server import START_SECONDS, TOKEN, VllmServer, VllmServerError
 from deepgrpo.telemetry.log import close_log, open_log
 from deepgrpo.weights import model_folder

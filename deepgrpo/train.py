@@ -25,7 +25,7 @@ import jax
 
 from deepgrpo import config as config_lib
 from deepgrpo import curriculum as curriculum_lib
-from deepgrpo.config import flags, rules
+from deepgrpo.config import flags
 from deepgrpo.curriculum import suffix_sft
 from deepgrpo.data import dataset as dataset_lib
 from deepgrpo.data import tokenizer as tokenizer_lib
@@ -40,7 +40,8 @@ from deepgrpo.loops.ahead import Rollouts
 from deepgrpo.loops.base import RolloutContext, with_sampling
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
-from deepgrpo.preflight import check_inputs
+from deepgrpo.preflight import rules
+from deepgrpo.preflight.inputs import check_inputs
 from deepgrpo.rewards.grade import rubric_of
 from deepgrpo.rewards.reward import part_means
 from deepgrpo.rewards.setup import open_grading

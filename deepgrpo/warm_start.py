@@ -25,12 +25,13 @@ import optax
 from optax import contrib
 
 from deepgrpo import config as config_lib
-from deepgrpo.config import flags, rules
+from deepgrpo.config import flags
 from deepgrpo.config.streams import tool
 from deepgrpo.data import carry_chain, templates
 from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import Transformer
+from deepgrpo.preflight import rules
 from deepgrpo.weights import files, hf
 
 RECORD = "warm_start.json"  # in the student's folder: the recipe that made it and what it can do

@@ -6,9 +6,11 @@ import gc
 import json
 import os
 import pathlib
+import re
 import resource
 import subprocess
 import sys
+import types
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -69,6 +71,18 @@ def student() -> pathlib.Path:
     from configs import carry_chain
 
     return ROOT / carry_chain.get_config().model.path
+
+
+def enter_documented(heading: str, module_name: str, entries: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs the module that docs/method.md shows below a heading, makes the entry that it shows, and returns the entry's name."""
+    section = (ROOT / "docs" / "method.md").read_text().partition(f"## {heading}")[2].partition("\n## ")[0]
+    source, entry = re.findall(r"```python\n(.*?)```", section, re.S)
+    module = types.ModuleType(module_name)
+    monkeypatch.setitem(sys.modules, module_name, module)
+    exec(compile(source, "docs/method.md", "exec"), module.__dict__)
+    ((name, place),) = re.findall(r'\["(\w+)"\] = "(.+)"', entry)
+    monkeypatch.setitem(entries, name, place)
+    return name
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,7 +7,7 @@ import pytest
 
 from configs import common
 from deepgrpo import config as config_lib
-from deepgrpo.config import rules
+from deepgrpo.preflight import rules
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,7 +12,7 @@ import pytest
 
 from deepgrpo import config as config_lib
 from deepgrpo import evaluate, train
-from deepgrpo.config import rules
+from deepgrpo.preflight import rules
 from deepgrpo.rewards.service import GradingService
 from deepgrpo.telemetry import compare, evaluation
 from deepgrpo.weights import hf

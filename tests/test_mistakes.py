@@ -11,7 +11,7 @@ from benchmarks import exchange
 from configs import common
 from deepgrpo import config as config_lib
 from deepgrpo import forest, prepare, warm_start
-from deepgrpo.config import rules
+from deepgrpo.preflight import rules
 from deepgrpo.teacher import oracle
 from deepgrpo.telemetry import evaluation
 from deepgrpo.weights import runs

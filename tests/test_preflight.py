@@ -6,8 +6,8 @@ import pytest
 
 from configs import common
 from deepgrpo import config as config_lib
-from deepgrpo import preflight
 from deepgrpo.config.errors import Finding
+from deepgrpo.preflight import inputs as preflight
 
 
 @pytest.fixture

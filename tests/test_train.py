@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from deepgrpo import train
-from deepgrpo.config import rules
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
+from deepgrpo.preflight import rules
 from deepgrpo.teacher.oracle import MODEL, Oracle
 from deepgrpo.telemetry import metrics as metrics_lib
 from deepgrpo.weights.checkpoint import Checkpoints, read_arrays

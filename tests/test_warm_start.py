@@ -12,11 +12,11 @@ import pytest
 
 from deepgrpo import config as config_lib
 from deepgrpo import warm_start
-from deepgrpo.config import rules
 from deepgrpo.data import carry_chain
 from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import Transformer
+from deepgrpo.preflight import rules
 from deepgrpo.weights import hf
 
 EXPERIMENT = pathlib.Path(__file__).resolve().parent.parent / "configs" / "carry_chain.py"

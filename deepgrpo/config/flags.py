@@ -105,8 +105,8 @@ def read(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[config_dict.C
             kind = "str" if default is None else f"{type(default).__name__}, such as {default!r}"
             raise ConfigError(f"{error}; expected a value of type {kind}") from error
         cause = error
-        while isinstance(cause, flags.Error) or "Error whilst parsing config file" in str(cause):
-            cause = cause.__cause__ or cause.__context__  # config_flags wraps it, with its traceback as text
+        while (isinstance(cause, flags.Error) or "Error whilst parsing config file" in str(cause)) and cause.__context__:
+            cause = cause.__context__  # config_flags wraps it, with its traceback as text
         raise ConfigError(f"{path} failed{where(path, cause)}: {type(cause).__name__}: {cause}") from error
     given = dict(line.overrides)
     if "model.path" in given and "model.origin" not in given:
@@ -208,7 +208,10 @@ def quoted(text: str, default: Any) -> str:
     """A tuple of texts may be typed without quotes, `gsm8k:a.jsonl,math:b.parquet`; config_flags wants a Python literal."""
     if not isinstance(default, tuple) or (default and not isinstance(default[0], str)):
         return text
-    inner = text.strip().removeprefix("(").removesuffix(")")
+    with contextlib.suppress(SyntaxError, ValueError):  # a text may hold commas if it is typed as Python would write it
+        if isinstance(items := ast.literal_eval(text.strip()), tuple | list):
+            return repr(tuple(map(str, items)))
+    inner = text.strip().strip("()[]")
     return repr(tuple(item.strip().strip("'\"") for item in inner.split(",") if item.strip()))
 
 

@@ -27,3 +27,8 @@ def pool_class(name: str) -> Any:
 def create(config: Any) -> Any:
     """Builds the pool that `curriculum.pool` names from the whole configuration."""
     return pool_class(config.curriculum.pool)(config)
+
+
+def replaces_prompts(config: Any) -> bool:
+    """Whether hard states take the places of dataset prompts, so that a step may draw fewer than a batch of these."""
+    return config.curriculum.pool != "none" and config.curriculum.injection_mode == "replace"

@@ -8,6 +8,7 @@ curriculum that owns it holds one lock over all its pools, so that a failure lea
 in one piece.
 """
 
+import abc
 import bisect
 import dataclasses
 import heapq
@@ -209,7 +210,7 @@ class FailedPool:
             self.counts[reason] += len(gone)
 
 
-class QueuedCurriculum(Curriculum):
+class QueuedCurriculum(Curriculum, abc.ABC):
     """What the curricula share whose failures wait in a `FailedPool`, and whose corrections enter another pool.
 
     A subclass sets `failed` and says what `corrected` makes of a correction, and how it is `add`ed.
@@ -222,13 +223,13 @@ class QueuedCurriculum(Curriculum):
         super().__init__(config)
         self.failed = failed
 
+    @abc.abstractmethod
     def corrected(self, failed: FailedRollout, correction: Correction, step: int) -> Any:
         """The entry that a correction becomes; raises if it cannot be taken in, while the failure is still known."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def add(self, entry: Any) -> None:
         """Takes in an entry. Called under the lock."""
-        raise NotImplementedError
 
     def failures_of(self, group: Group) -> list[FailedRollout]:
         prompt = group.prompt

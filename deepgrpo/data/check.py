@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from deepgrpo.config.errors import Finding
+from deepgrpo.curriculum import replaces_prompts
 from deepgrpo.data import tables
 from deepgrpo.data.cells import TEXT, DataError
 from deepgrpo.data.dataset import listed, usable_rows
@@ -57,8 +58,7 @@ def _finding(error: ValueError) -> Finding:
 def _warm_up(config: Any, count: int) -> list[Finding]:
     """Whether the warm-up ends before the run does, as far as that can be known."""
     train, batch, rollout, warm_up = config.train, config.data.batch_size, config.rollout, config.optim.warmup_steps
-    replaces = config.curriculum.pool != "none" and config.curriculum.injection_mode == "replace"
-    taken = max(1, math.floor(batch * (1 - config.curriculum.injection_ratio))) if replaces else batch
+    taken = max(1, math.floor(batch * (1 - config.curriculum.injection_ratio))) if replaces_prompts(config) else batch
     most = train.steps or train.epochs * (count // taken)
     short = f"set --config.optim.warmup_steps below {most}, or lengthen the run"
     if warm_up >= most:

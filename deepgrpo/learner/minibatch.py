@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from deepgrpo.curriculum import pool_class
+from deepgrpo.curriculum import pool_class, replaces_prompts
 from deepgrpo.curriculum.base import injection_count
 from deepgrpo.learner.objective import STREAMS
 
@@ -79,7 +79,7 @@ def shuffled(group_ids: Sequence[str], by: str, seed: int, step: int) -> list[in
 def least_prompts(config: Any) -> int:
     """The fewest dataset prompts of a training step: fewer than a batch where hard states take their places."""
     batch, curriculum = config.data.batch_size, config.curriculum
-    if curriculum.pool == "none" or curriculum.injection_mode != "replace":
+    if not replaces_prompts(config):
         return batch
     return batch - injection_count(batch, curriculum.injection_ratio, batch, config.strict_reference)
 

@@ -4,7 +4,8 @@ import pytest
 
 from configs import ablations, common
 from deepgrpo import config as config_lib
-from deepgrpo.config import flags, rules
+from deepgrpo.config import flags
+from deepgrpo.preflight import rules
 
 ARMED = {
     "configs/smollm2.py": ("gsm8k",),

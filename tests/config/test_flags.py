@@ -9,7 +9,8 @@ import pytest
 
 from configs import common
 from deepgrpo import config as config_lib
-from deepgrpo.config import flags, rules
+from deepgrpo.config import flags
+from deepgrpo.preflight import rules
 from tests.conftest import ROOT
 
 EXPERIMENT = """
@@ -145,7 +146,7 @@ def test_help_is_the_programs_own_and_lists_every_key_with_its_default(program, 
 def test_before_jax():
     """A key that is wrong ends the program before JAX is imported."""
     code = (
-        "import sys; from deepgrpo.config import rules\n"
+        "import sys; from deepgrpo.preflight import rules\n"
         "try: rules.from_command_line(['x', '--config=configs/carry_chain.py', '--config.sede=1'])\n"
         "finally: print('jax' in sys.modules)"
     )

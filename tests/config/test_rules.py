@@ -4,8 +4,8 @@ import pytest
 
 from configs import carry_chain, common, eval_drgrpo, eval_seed, gsm8k_0p5b, math_1p5b, smollm2
 from deepgrpo import config as config_lib
-from deepgrpo.config import rules, values
 from deepgrpo.data import dataset
+from deepgrpo.preflight import rules, values
 
 POSSIBLE = {
     **{"name": "run", "model.path": "models/m"},
@@ -161,7 +161,6 @@ def test_names_are_those_of_the_code():
     assert {name.partition(":")[0] for name in known} == set(teacher_rules.RULES)
     assert not any(values.wrong("teacher.oracle", name) for name in known) and values.wrong("teacher.oracle", "solutions")
     assert set(values.CHOICES["data.template"]) == templates.TEMPLATES.keys()
-    assert set(values.READERS) == dataset.READERS.keys()
 
 
 @pytest.mark.parametrize("name", ["carry_chain:train:4", "carry_chain:heldout:16", "arithmetic:train:3", "arithmetic:train:2:3"])

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from deepgrpo.data import dataset
+from deepgrpo.preflight.values import wrong
 from deepgrpo.rewards import grade as graders
 from deepgrpo.rewards import reward
 from tests.conftest import ROOT
@@ -18,6 +19,7 @@ def test_a_data_set_is_a_function_and_an_entry(tmp_path, monkeypatch):
     exec(READER, space)
     monkeypatch.setitem(dataset.READERS, "riddles", space["riddles"])
     file = tmp_path / "riddles.jsonl"
+    assert not wrong("data.train", (f"riddles:{file}",)), "its name is known to the command line"
     file.write_text(json.dumps({"riddle": "What is 2 + 2?", "solution": 4}) + "\n")
     (row,) = dataset.read(f"riddles:{file}")
     answer = graders.Answer(row.data_source, row.question, "", "It is \\boxed{4}.", "stop", row.ground_truth)

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from deepgrpo import config as config_lib
-from deepgrpo.config import rules
-from deepgrpo.preflight import check_inputs
+from deepgrpo.preflight import rules
+from deepgrpo.preflight.inputs import check_inputs
 from deepgrpo.weights import run_folder
 from tests.conftest import ROOT
 

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from deepgrpo.config.rules import from_command_line
+from deepgrpo.preflight.rules import from_command_line
 
 EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

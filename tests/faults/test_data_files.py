@@ -9,9 +9,9 @@ import pyarrow.parquet
 import pytest
 
 from deepgrpo import config as config_lib
-from deepgrpo import preflight
-from deepgrpo.config import rules
 from deepgrpo.data.dataset import usable_rows
+from deepgrpo.preflight import inputs as preflight
+from deepgrpo.preflight import rules
 from tests.conftest import ROOT
 
 LINE = '{"problem": "1 + 1?", "answer": "2"}\n'

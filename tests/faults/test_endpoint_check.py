@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from configs import common
-from deepgrpo import preflight
 from deepgrpo.endpoint import check
+from deepgrpo.preflight import inputs as preflight
 from tests.faults import behaviours
 from tests.faults.behaviours import KWARGS, SECRET, body, refuses
 from tests.faults.conftest import begin

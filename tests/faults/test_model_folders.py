@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from deepgrpo import config as config_lib
-from deepgrpo import preflight
-from deepgrpo.config import rules
 from deepgrpo.data import dataset
 from deepgrpo.data.tokenizer import load_tokenizer
+from deepgrpo.preflight import inputs as preflight
+from deepgrpo.preflight import rules
 from tests.conftest import ROOT
 from tests.faults.damage import (
     INDEX,

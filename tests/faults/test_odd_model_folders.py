@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from deepgrpo import config as config_lib
-from deepgrpo import preflight, train
-from deepgrpo.config import rules
+from deepgrpo import train
 from deepgrpo.data import templates
 from deepgrpo.data.tokenizer import load_tokenizer
+from deepgrpo.preflight import inputs as preflight
+from deepgrpo.preflight import rules
 from deepgrpo.weights import hf
 from tests.faults.damage import (
     add_token,

@@ -1,29 +1,19 @@
 """The loss that docs/method.md shows works as it stands there: one function and one entry."""
 
-import re
-import sys
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from configs import common
-from deepgrpo.config.values import wrong
 from deepgrpo.learner import TEACHER_LOSSES
 from deepgrpo.learner import objective as losses
 from deepgrpo.learner.objective import Objective
-from tests.conftest import ROOT
+from deepgrpo.preflight.values import wrong
+from tests.conftest import enter_documented
 
 
 def test_the_documented_loss_is_selected_by_its_name(monkeypatch):
-    section = (ROOT / "docs" / "method.md").read_text().partition("## A loss of your own")[2].partition("\n## ")[0]
-    source, entry = re.findall(r"```python\n(.*?)```", section, re.S)
-    module = types.ModuleType("my_losses")
-    monkeypatch.setitem(sys.modules, "my_losses", module)
-    exec(compile(source, "docs/method.md", "exec"), module.__dict__)
-    ((name, place),) = re.findall(r'TEACHER_LOSSES\["(\w+)"\] = "(.+)"', entry)
-    monkeypatch.setitem(TEACHER_LOSSES, name, place)
+    name = enter_documented("A loss of your own", "my_losses", TEACHER_LOSSES, monkeypatch)
     config = common.get_config()
     config.objective.teacher_loss = name
     assert not wrong("objective.teacher_loss", name)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from configs import common
-from deepgrpo.config import values
 from deepgrpo.learner import objective as losses
 from deepgrpo.learner.objective import BRANCH, MAIN, NO_LOSS, TEACHER, Objective
 from deepgrpo.learner.token_losses import moved_token, sequence_log_ratio
+from deepgrpo.preflight import values
 from tests.learner.mini_batch import shares, slots_of
 
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from configs import common
-from deepgrpo import preflight
 from deepgrpo.config.errors import ConfigError
 from deepgrpo.loops import reasoning
+from deepgrpo.preflight import inputs as preflight
 from deepgrpo.rewards import service as service_lib
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.reward import Rubric

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 from deepgrpo import train
-from deepgrpo.config import rules
+from deepgrpo.preflight import rules
 from deepgrpo.rollout import vllm, vllm_fleet
 
 ANSWERS = 3  # of the call come first, so that the rest is under way

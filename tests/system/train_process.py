@@ -14,9 +14,9 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[1]}
 import numpy as np  # noqa: E402
 
 from deepgrpo import train  # noqa: E402
-from deepgrpo.config import rules
 from deepgrpo.data import carry_chain  # noqa: E402
 from deepgrpo.data import tokenizer as tokenizer_lib  # noqa: E402
+from deepgrpo.preflight import rules
 from deepgrpo.types import Completion, as_ids  # noqa: E402
 from deepgrpo.weights.publish import Snapshots  # noqa: E402
 

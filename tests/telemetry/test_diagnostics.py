@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from deepgrpo.config import ConfigError, rules
+from deepgrpo.config import ConfigError
+from deepgrpo.preflight import rules
 from deepgrpo.telemetry import diagnostics, recover
 from deepgrpo.telemetry import metrics as metrics_lib
 from tests.telemetry.published_names import GROUPS, missing, names

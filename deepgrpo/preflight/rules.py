@@ -16,7 +16,7 @@ from deepgrpo import curriculum as pools
 from deepgrpo.config import flags
 from deepgrpo.config.errors import ConfigError, Finding
 from deepgrpo.config.flags import CommandLine, flatten, load_schema
-from deepgrpo.config.values import inside, wrong
+from deepgrpo.preflight.values import inside, wrong
 
 ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
 STEP_CHECKED = ("carry_chain", "arithmetic")  # data sets whose grader reports how much of a wrong answer was right
@@ -107,14 +107,9 @@ def run_rules(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "cuDNN's attention is for bfloat16; set model.dtype=bfloat16, or model.attention=xla"
 
 
-def replaces_none(c: config_dict.ConfigDict) -> bool:
-    """Whether every step takes a full batch of dataset prompts at its start."""
-    return c.curriculum.pool == "none" or c.curriculum.injection_mode != "replace"
-
-
 def steps_are_known(c: config_dict.ConfigDict) -> bool:
     """Whether the passes over the data alone say how many steps a run has."""
-    return replaces_none(c) and not c.train.student_tokens and not c.rollout.dynamic_sampling
+    return not pools.replaces_prompts(c) and not c.train.student_tokens and not c.rollout.dynamic_sampling
 
 
 def size_rules(c: config_dict.ConfigDict) -> Iterator[str]:

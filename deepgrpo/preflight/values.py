@@ -9,13 +9,13 @@ import re
 from typing import Any
 
 from deepgrpo.curriculum import POOLS
+from deepgrpo.data.dataset import READERS
 from deepgrpo.learner import TEACHER_LOSSES
 
 GENERATED = {  # data sets that come from a generator, not from a file: what follows their name
     "carry_chain": (r"(train|heldout):0*[1-9]\d*", "SPLIT:COUNT"),
     "arithmetic": (r"(train|heldout):0*[1-9]\d*(:[1-3])?", "SPLIT:COUNT or SPLIT:COUNT:DIGITS, DIGITS 1 to 3"),
 }
-READERS = ("gsm8k", "math", "aime24", "amc", "minerva", "olympiad_bench", "deepscaler", "verl", *GENERATED)  # NAME of "NAME:PATH"
 
 CHOICES = {
     "model.dtype": ("bfloat16", "float32"),

@@ -16,9 +16,9 @@ from ml_collections import config_dict
 
 from deepgrpo.config import folders
 from deepgrpo.config.errors import ConfigError, Finding, describe
-from deepgrpo.config.rules import ORACLE, settings_problems
 from deepgrpo.data.check import data_problems
 from deepgrpo.endpoint import check as endpoint_check
+from deepgrpo.preflight.rules import ORACLE, settings_problems
 from deepgrpo.rewards.setup import reward_problems
 from deepgrpo.rollout.vllm_server import TOKEN
 from deepgrpo.weights import model_folder, run_folder

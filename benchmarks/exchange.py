@@ -32,7 +32,7 @@ from deepgrpo.model.transformer import Transformer
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.types import as_ids
 from deepgrpo.weights import hf
-from deepgrpo.weights.engines import open_vllm
+from deepgrpo.weights.engines import open_engine
 
 MODELS = {
     "small": ModelConfig("qwen2", 12288, 14, 768, 12, 4, 64, 2048, 1e4, 1e-6, True, True, False, 1024),
@@ -69,11 +69,11 @@ def measure(name: str, route: str, dtype: str, python: str, publications: int) -
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = pathlib.Path(temporary)
         config.name, config.model.path, config.model.dtype = f"exchange-{name}", str(folder / "model"), dtype
-        config.weights.route, config.vllm.python = route, python
+        config.rollout.engine, config.weights.route, config.vllm.python = "vllm", route, python
         config.objective.kl_coef, config.learner.buckets, config.learner.micro_batch_tokens = 0.0, (128,), 1024
         learner = make_learner(model, config, folder)
         prompts = [as_ids(jax.random.randint(jax.random.key(i), (24,), 2, model.vocab_size)) for i in range(8)]
-        engine, publish = open_vllm(config, stack, learner, prompts, Sampling(1.0, 1.0, -1, (1,), 256), 0, folder)
+        engine, publish = open_engine(config, stack, learner, prompts, Sampling(1.0, 1.0, -1, (1,), 256), 0, folder)
         move = jax.jit(lambda tree, size: jax.tree.map(lambda x: x + size * jnp.sign(x), tree), donate_argnums=0)
         records, copies = [], []
         for version in range(1, publications + 1):

@@ -152,17 +152,18 @@ def measure(model_name: str, python: str, repeats: int) -> dict[str, list[dict[s
     from deepgrpo.rollout.engine import Sampling
     from deepgrpo.rollout.native import NativeEngine
     from deepgrpo.types import as_ids
-    from deepgrpo.weights.engines import open_vllm
+    from deepgrpo.weights.engines import open_engine
 
     model, config = MODELS[model_name], common.get_config()
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = pathlib.Path(temporary)
         config.name, config.model.path, config.model.dtype = "rollout-benchmark", str(folder / "model"), "float32"
+        config.rollout.engine = "vllm"
         config.vllm.python, config.rollout.max_model_len, config.objective.kl_coef = python, MAX_MODEL_LEN, 0.0
         config.learner.buckets, config.learner.micro_batch_tokens = (MAX_MODEL_LEN,), 8 * MAX_MODEL_LEN
         learner = make_learner(model, config, folder)
         texts = [as_ids(ids) for ids in prompts(model.vocab_size)]
-        engine, _ = open_vllm(config, stack, learner, texts, Sampling(1.0, 1.0, -1, (), MAX_MODEL_LEN), 0, folder)
+        engine, _ = open_engine(config, stack, learner, texts, Sampling(1.0, 1.0, -1, (), MAX_MODEL_LEN), 0, folder)
         replica = engine.fleet.replicas[0]
         vllm = ours(
             engine,

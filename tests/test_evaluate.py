@@ -163,7 +163,7 @@ def test_vllm_gives_the_same_greedy_answers(model, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("chosen_on, labelled", [("arithmetic:heldout:20:1", True), ("arithmetic:train:20:1", False)])
 def test_a_checkpoint_that_was_chosen_on_what_is_reported(model, tmp_path, chosen_on, labelled):
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=2, save_best=True, best_metric="")
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=2)
     params = tiny.random_params(0, MODEL)
     for step, score in ((1, 0.9), (2, 0.1)):
         checkpoints.note_validation(step, {"val-core/X/reward/mean@1": score})

@@ -21,7 +21,7 @@ def run(tmp_path):
     params = tiny.random_params(0)
     hf.save(params, tiny.CONFIG, tmp_path / "model", jnp.float32)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1, save_best=True, best_metric="")
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
     for step, score in ((1, 0.9), (2, 0.1)):
         checkpoints.note_validation(step, {"val-core/X/reward/mean@1": score})
         trained = jax.tree.map(lambda x: x + step, params)  # noqa: B023

@@ -145,7 +145,7 @@ def test_killed_and_stopped_again_and_again_it_resumes_bit_for_bit(student, whol
     process.send_signal(signal.SIGTERM)
     output = finish(process)
     assert "resumed from" in output and "stopped by a signal" in output
-    assert Checkpoints(tmp_path / "carry_chain" / "checkpoints", 1, False, "").latest_step() >= 6
+    assert Checkpoints(tmp_path / "carry_chain" / "checkpoints", 1).latest_step() >= 6
     finish(start(tmp_path))
     assert_same(outcome(whole, student), outcome(tmp_path, student))
     assert "nothing to do" in finish(start(tmp_path))

@@ -394,12 +394,12 @@ class Dataset:
     epoch: of the batch that `next` returned last (0 before the first).
     """
 
-    def __init__(self, problems: Sequence[Problem], batch_size: int, seed: int, shuffle: bool = True):
+    def __init__(self, problems: Sequence[Problem], batch_size: int, seed: int):
         if not 1 <= batch_size <= len(problems):
             raise ValueError(
                 f"data.batch_size={batch_size} can't be drawn from {len(problems)} problems: set it between 1 and their number"
             )
-        self._problems, self._batch_size, self._seed, self._shuffle = list(problems), batch_size, seed, shuffle
+        self._problems, self._batch_size, self._seed = list(problems), batch_size, seed
         self._fingerprint = fingerprint(problems)
         self.epoch, self._cursor = 0, 0
         self._order = self._epoch_order(0)
@@ -461,8 +461,6 @@ class Dataset:
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """int64[problems]: a permutation that depends on (seed, epoch) alone."""
-        if not self._shuffle:
-            return np.arange(len(self._problems))
         return np.random.Generator(np.random.PCG64((PURPOSE, self._seed, epoch))).permutation(len(self._problems))
 
 

@@ -111,18 +111,17 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: str | os.PathLike, keep: int, save_best: bool, best_metric: str, best_label: str = ""):
+    def __init__(self, folder: str | os.PathLike, keep: int, best_metric: str = "", best_label: str = ""):
         """Touches nothing on disk.
 
         Args:
           folder: of the step folders; `latest` and `best_checkpoint.json` lie beside it.
           keep: newest complete checkpoints that are kept, besides the best; >= 1.
-          save_best: whether validations compete at all.
           best_metric: key of the metric that decides; "" for the average over sources (`deciding_metric`). best_label: written to
             `best_checkpoint.json` with each best, for its readers.
         """
         self.folder = pathlib.Path(folder).absolute()
-        self.keep, self.save_best, self.best_metric, self.best_label = keep, save_best, best_metric, best_label
+        self.keep, self.best_metric, self.best_label = keep, best_metric, best_label
         self.best: Best | None = None
         self._ours: set[int] = set()  # steps that this object has saved or restored, so what is on disk is this run's
         self._verified: set[int] = set()  # steps whose bytes this object has compared with their manifest
@@ -132,7 +131,7 @@ class Checkpoints:
 
         Validations before the first step do not compete. Without a metric that decides there is a warning and no change.
         """
-        if not self.save_best or step == 0 or not any(key.startswith(("val-", SELECTION)) for key in metrics):
+        if step == 0 or not any(key.startswith(("val-", SELECTION)) for key in metrics):
             return False
         try:
             best = better(metrics, step, self.best, self.best_metric, self.best_label)
@@ -293,7 +292,7 @@ class Checkpoints:
             raise CheckpointError(f"{folder}: cannot be resumed from: {problem}")
         arrays = read_arrays(folder, abstract)
         best = _manifest(folder)["best"]
-        self.best = Best(**best) if best is not None and self.save_best else None
+        self.best = Best(**best) if best is not None else None
         self._ours = {step}
         if jax.process_index() == 0:
             self._point(step)

@@ -31,7 +31,6 @@ from deepgrpo.weights.run_folder import weights_root
 
 log = logging.getLogger(__name__)
 
-
 SELF_TEST_PROMPTS, SELF_TEST_ROLLOUTS, SELF_TEST_TOKENS = 8, 64, 64
 
 Publish = Callable[[Any, int], None]  # (parameters, version); see Publisher.publish
@@ -56,27 +55,13 @@ def open_engine(
       PublishError, VllmServerError: no server with these weights; see there.
       SelfTestError: engine and learner disagree about the policy.
     """
-    if config.rollout.engine == "vllm":
-        return open_vllm(config, stack, learner, prompts, sampling, version, run)
-    model, keys = learner.model.config, config.rollout
-    engine = NativeEngine(
-        model, learner.policy, config.model.dtype, model.num_real_ids, keys.slots, keys.decode_steps, version=version
-    )
-    stack.callback(engine.close)
-    return engine, engine.publish
-
-
-def open_vllm(
-    config: Any,
-    stack: contextlib.ExitStack,
-    learner: Learner,
-    prompts: Sequence[Ids],
-    sampling: Sampling,
-    version: int,
-    run: pathlib.Path,
-) -> tuple[VllmEngine, Publish]:
-    """Snapshot, servers, proof, self-test. Arguments: see `open_engine`."""
-    root, model = weights_root(config), learner.model.config
+    model, rollout = learner.model.config, config.rollout
+    if rollout.engine == "native":
+        sizes = rollout.slots, rollout.decode_steps
+        native = NativeEngine(model, learner.policy, config.model.dtype, model.num_real_ids, *sizes, version=version)
+        stack.callback(native.close)
+        return native, native.publish
+    root = weights_root(config)
     folder = own_folder(root)
     snapshots = Snapshots(folder, config.weights.route, model, model.num_real_ids, config.model.dtype, config.model.path)
     stack.callback(snapshots.close)

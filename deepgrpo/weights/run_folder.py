@@ -173,7 +173,7 @@ def begin(
     """
     run, keep = run_folder(config), config.checkpoint
     label = "" if config.data.selection else LABEL
-    checkpoints = Checkpoints(run / "checkpoints", keep.keep, True, keep.best_metric, best_label=label)
+    checkpoints = Checkpoints(run / "checkpoints", keep.keep, keep.best_metric, best_label=label)
     resumed, found = taken(config, checkpoints, stack) if write else (checkpoints.latest_step(), [])
     warnings = check_inputs(config, resumed is not None, found)
     distributed.require_agreement(resumed, f"newest checkpoint in {run}")

@@ -22,7 +22,7 @@ def step_folder(checkpoint: pathlib.Path, best: bool) -> pathlib.Path:
         folder = checkpoint.absolute()
     else:
         steps = checkpoint.absolute() / "checkpoints"
-        step = best_step(checkpoint) if best else Checkpoints(steps, keep=1, save_best=False, best_metric="").latest_step()
+        step = best_step(checkpoint) if best else Checkpoints(steps, keep=1).latest_step()
         if step is None:
             raise CheckpointError(f"{checkpoint}: no complete checkpoint; {EXPECTED}, found {contents(checkpoint)}")
         folder = steps / str(step)

@@ -59,7 +59,6 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert first == again != other
     epochs = [sum(first[:3], []), sum(first[3:], [])]
     assert all(len(set(epoch)) == 9 for epoch in epochs) and epochs[0] != epochs[1]
-    assert indices(Dataset(problems(7), 3, 0, shuffle=False), 3) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
 
 
 def test_epochs_are_counted_and_the_partial_batch_dropped():
@@ -90,9 +89,9 @@ def test_resume_equals_the_uninterrupted_run(taken):
 
 
 def test_fewer_problems_than_a_batch_can_be_drawn():
-    dataset = Dataset(problems(6), 4, seed=0, shuffle=False)
+    dataset = Dataset(problems(6), 4, seed=0)
     drawn = [[p.index for p in dataset.next(count)] for count in (3, 0, 3, 4)]
-    assert drawn == [[0, 1, 2], [], [3, 4, 5], [0, 1, 2, 3]]
+    assert list(map(len, drawn)) == [3, 0, 3, 4] and sorted(drawn[0] + drawn[2]) == list(range(6))
     with pytest.raises(ValueError, match="0 to 4 problems, 5"):
         dataset.next(5)
 
@@ -103,7 +102,6 @@ def test_fewer_problems_than_a_batch_can_be_drawn():
         (lambda: Dataset(problems(10, key="other"), 3, seed=5), "fingerprint"),
         (lambda: Dataset(problems(11), 3, seed=5), "problems: 10 then, 11 now"),
         (lambda: Dataset(problems(10), 3, seed=6), "seed: 5 then, 6 now"),
-        (lambda: Dataset(problems(10), 3, seed=5, shuffle=False), "order"),
     ],
 )
 def test_a_position_in_other_data_is_refused(other, named):

@@ -52,7 +52,7 @@ def wait_for(condition, process: subprocess.Popen) -> None:
 def ended(process: subprocess.Popen, run: pathlib.Path, status: int = 0) -> str:
     """Waits for the end; the newest step is saved and logged. Returns what the log says of this life."""
     assert process.wait(DEADLINE) == status
-    saved = Checkpoints(run / "checkpoints", 1, False, "").latest_step()
+    saved = Checkpoints(run / "checkpoints", 1).latest_step()
     assert saved == metrics_lib.read(run)[-1]["step"] == int((run / "latest").read_text())
     said = (run / "log.txt").read_text()
     (run / "log.txt").unlink()

@@ -32,7 +32,7 @@ def main(folder: pathlib.Path, coordinator: str, index: int, count: int) -> None
     distributed.initialise({"coordinator": coordinator if count > 1 else "", "num_processes": count, "process_id": index})
     with distributed.open_channel(coordinator) as channel:
         distributed.require_agreement(DEVICES, "devices")
-        checkpoints = Checkpoints(folder / f"checkpoints-{count}", keep=2, save_best=False, best_metric="")
+        checkpoints = Checkpoints(folder / f"checkpoints-{count}", keep=2)
         config = tiny.model_config()
         target = sharding.parameter_shardings(tiny.parameters(), sharding.make_mesh((1, DEVICES, 1)))
         params = hf.load(folder / "model", shardings=target)

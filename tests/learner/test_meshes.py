@@ -76,7 +76,7 @@ def eight(tmp_path_factory):
     """A checkpoint saved on eight devices after one update, what it holds, and the next update's metrics there."""
     made = learner((1, 8, 1))
     made.update(tiny.make_rows(6), 0)
-    checkpoints = Checkpoints(tmp_path_factory.mktemp("run") / "checkpoints", keep=1, save_best=False, best_metric="")
+    checkpoints = Checkpoints(tmp_path_factory.mktemp("run") / "checkpoints", keep=1)
     checkpoints.save(1, made.state, {})
     state = jax.device_get(made.state)
     return checkpoints, state, made.update(tiny.make_rows(6, seed=7), 1)

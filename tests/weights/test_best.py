@@ -13,7 +13,7 @@ ARRAYS = {"params": {"w": np.ones(3, np.float32)}}
 
 def replay(folder, validations: list[dict], save_freq: int, keep: int) -> tuple[list[dict], list[int]]:
     """Validation precedes the periodic save, as in the training loop. Returns what is on disk after each, and the saves."""
-    checkpoints, saves, history = Checkpoints(folder / "checkpoints", keep, True, ""), [], []
+    checkpoints, saves, history = Checkpoints(folder / "checkpoints", keep), [], []
     for validation in validations:
         step = validation["step"]
         if checkpoints.note_validation(step, validation["metrics"]) or step % save_freq == 0:
@@ -67,7 +67,7 @@ def test_which_metric_decides(keys, configured, chosen):
 
 def test_validations_that_do_not_compete(caplog, tmp_path):
     metric = "val-core/X/reward/mean@1"
-    checkpoints = Checkpoints(tmp_path, 1, True, "")
+    checkpoints = Checkpoints(tmp_path, 1)
     assert not checkpoints.note_validation(0, {metric: 0.9})  # before the first step
     assert not checkpoints.note_validation(1, {"critic/score/mean": 0.9})  # no validation at this step
     assert not caplog.records
@@ -76,4 +76,3 @@ def test_validations_that_do_not_compete(caplog, tmp_path):
     assert ["step 1 does not compete" in caplog.messages[0], "is NaN" in caplog.messages[1]] == [True, True]
     assert checkpoints.note_validation(3, {metric: -1.0}) and checkpoints.best == Best(3, -1.0, metric)
     assert better({metric: -1.0}, 4, checkpoints.best, "") is None
-    assert not Checkpoints(tmp_path, 1, False, "").note_validation(3, {metric: 1.0})

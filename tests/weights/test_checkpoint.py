@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def opened(folder, keep: int = 1) -> Checkpoints:
-    return Checkpoints(folder / "checkpoints", keep, True, "")
+    return Checkpoints(folder / "checkpoints", keep)
 
 
 def state(value: float = 1.0, rows: int = 16) -> dict:
@@ -85,7 +85,7 @@ from deepgrpo.weights.checkpoint import CRASH_POINTS, Checkpoints
 for point in CRASH_POINTS:  # forked before JAX has started, so that its imports are paid once
     if (child := os.fork()) == 0:
         os.environ["DEEPGRPO_CRASH_AT"] = point + "@2"
-        checkpoints = Checkpoints(os.path.join(sys.argv[1], point, "checkpoints"), 1, True, "")
+        checkpoints = Checkpoints(os.path.join(sys.argv[1], point, "checkpoints"), 1)
         for step in (1, 2):
             checkpoints.note_validation(step, {"val-core/X/reward/mean@1": float(step)})
             checkpoints.save(step, {"w": np.full(8, step, np.float32)}, {"step": step})

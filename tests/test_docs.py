@@ -54,6 +54,16 @@ def test_paths_exist(name):
     assert not [path for path in modules if not (ROOT / "deepgrpo" / path).exists()]
 
 
+def test_constants_that_took_the_place_of_keys_exist():
+    """The table of docs/log.md: no key that it lists is back, and each place that it names is there."""
+    table = TEXTS["docs/log.md"].partition("## Keys that became constants")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", table, re.M)[2:]
+    assert len(rows) > 50 and not [key for key, _ in rows if key in KEYS]
+    for key, where in rows:
+        for module, name in re.findall(r"((?:\w+/)+\w+)\.([A-Z]\w+)", where):
+            assert re.search(rf"\b{name}\b", (ROOT / "deepgrpo" / f"{module}.py").read_text()), f"{key}: {where}"
+
+
 #### Commands
 
 

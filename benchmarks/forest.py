@@ -63,7 +63,6 @@ def forest() -> Forest:
     """Without bounds, as the reference's."""
     config = common.get_config()
     config.model.path, config.rollout.max_model_len, config.strict_reference = "", 4096, True
-    config.curriculum.max_events = config.curriculum.max_events_per_parent = config.curriculum.max_nodes_per_tree = 0
     return Forest(config)
 
 

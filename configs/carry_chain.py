@@ -63,7 +63,7 @@ ARMS = {  # name: edits by dotted key
     "branches": BRANCHING | {"curriculum.pool": "branches"},
     "suffixes": BRANCHING
     | {"teacher.enabled": True, "curriculum.pool": "suffixes", "objective.teacher_loss": "luffy", "branches.batch_threshold": 16},
-    "treerl": {"loop": "treerl", "curriculum.pool": "none", "treerl.M": 2},  # 10 responses a prompt
+    "treerl": {"loop": "treerl", "curriculum.pool": "none", "treerl": (2, 2, 1, 2)},  # 10 responses a prompt
     "retire_2": {"curriculum.retire_after": 2},
     # what is looked at
     "pass_at_k": {"evaluation.n": 256, "evaluation.temperature": 1.0},
@@ -111,7 +111,7 @@ def get_config(arm: str = "") -> ml_collections.ConfigDict:
     config.data.train, config.data.validation = ("carry_chain:train:16",), ("carry_chain:heldout:128",)
     config.data.batch_size = config.optim.mini_batch_prompts = 16  # one optimizer step a training step
     config.data.max_prompt_length, config.rollout.max_model_len = 32, 112  # a right answer needs 106
-    config.rollout.n, config.rollout.slots, config.rollout.decode_steps = 8, 128, 8
+    config.rollout.n, config.rollout.slots = 8, 128
     config.curriculum.injection_ratio, config.curriculum.injection_mode = 0.75, "replace"  # equal groups a step in both arms
     config.curriculum.failures, config.curriculum.min_remaining_tokens = "longest_prefix", 8
     config.teacher.base_url, config.teacher.synchronous = "oracle", True

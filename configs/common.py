@@ -73,7 +73,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.max_model_len = 1024  # tokens of prompt plus response
     config.rollout.dynamic_sampling = 0  # most rounds of further prompts until batch_size groups have a contrast; 0: off
     config.rollout.slots = 128  # native engine: sequences decoded at once
-    config.rollout.decode_steps = 16  # native engine: tokens a slot decodes between two looks of the scheduler
     config.rollout.max_staleness = (
         0  # versions that a rollout's weights may lag behind: 0 | 1 (the next step is rolled out during the update)
     )
@@ -94,12 +93,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.weights.folder = ""  # of snapshots: fast, and shared with the servers' hosts; "": in memory, else in the run folder
 
     config.loop = "reasoning"  # how a prompt becomes scored rollouts: reasoning | treerl (a baseline: loops/)
-
-    config.treerl = section()  # loop=treerl: M (1 + N L T) responses a prompt, whatever rollout.n is
-    config.treerl.M = 6  # trees, each of a first response
-    config.treerl.N = 2  # forks of a tree in a round, before its least likely tokens
-    config.treerl.L = 1  # rounds; 0: no forks
-    config.treerl.T = 2  # new continuations of a fork
+    config.treerl = (6, 2, 1, 2)  # M trees a prompt, N forks in each of L rounds, T continuations a fork: M (1 + N L T) responses
 
     config.rewards = section()
     config.rewards.threshold = 0.0  # success: the task's own reward, without bonuses, is above it (types.Grade.succeeds)
@@ -139,9 +133,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.curriculum.teacher_rows = True  # the teacher's continuation of an injected state is a row, if its loss is not null
     config.curriculum.min_remaining_tokens = 32  # a state must leave room for so many response tokens
     config.curriculum.failures = "all"  # of a group's failures send to the teacher: all | longest_prefix (the longest right one)
-    config.curriculum.max_events_per_parent = 8  # forest, flat: newest waiting failures kept a state; 0: no bound (the reference)
-    config.curriculum.max_events = 8192  # forest, flat: waiting failures kept in all, oldest dropped first; 0: no bound
-    config.curriculum.max_nodes_per_tree = 64  # forest: root included; further children are refused; 0: no bound (the reference)
     config.curriculum.retire_after = 1  # forest: groups in a row that must succeed as a whole before a state retires
     config.curriculum.start_from = ""  # forest: a new run begins with that of this run, step or saved forest; "": with none
     config.curriculum.cut = (
@@ -179,7 +170,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.teacher.min_suffix_len = 100  # tokens the teacher must add after the prefix
     config.teacher.replay = ""  # folder of an earlier run's replies; a request that is not in it is an error
     config.teacher.token_budget = 0  # prompt plus completion tokens; 0: no budget
-    config.teacher.money_budget = 0.0  # in the currency of the prices; 0: no budget
     config.teacher.prices = (0.0, 0.0)  # money a million prompt tokens, and a million completion tokens
 
     config.objective = section()
@@ -231,8 +221,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.learner.share_prefix = True  # compute the prompt that rows share once: packed rows see T / 2 tokens of other rows
     config.learner.logprob_block = 1024  # tokens whose logits exist at once on a device
     config.learner.coordinator = ""  # HOST:PORT of process 0, for a learner of several processes; "": the scheduler's, or alone
-    config.learner.num_processes = 1  # with a coordinator: processes of the learner
-    config.learner.process_id = 0  # with a coordinator: number of this one; 0 runs the training loop
+    config.learner.process = (0, 1)  # with a coordinator: number of this process, and of how many; 0 runs the training loop
 
     config.validation = section()
     config.validation.every = 10  # steps; also before the first and after the last; 0: never
@@ -243,7 +232,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.n = 1  # answers a problem
     config.evaluation.temperature = 0.0  # 0: greedy
     config.evaluation.top_p = 1.0
-    config.evaluation.top_k = -1  # -1: off
     config.evaluation.max_new_tokens = 0  # tokens of a response; 0: what rollout.max_model_len leaves after the prompt
     config.evaluation.truncated = "zero"  # an answer that a limit cut off: zero (as in training) | graded (like any other)
     config.evaluation.second_grader = ""  # marks all answers too, for a further column: as rewards.grader; "": none

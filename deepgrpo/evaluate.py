@@ -148,7 +148,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
         "template": data.template,
         "stop_ids": list(stop_ids),
         "max_model_len": rollout.max_model_len,
-        **{key: keys[key] for key in ("max_new_tokens", "truncated", "temperature", "top_p", "top_k", "n")},
+        **{key: keys[key] for key in ("max_new_tokens", "truncated", "temperature", "top_p", "n")},
         "threshold": config.rewards.threshold,
         "loop": config.loop,
         "grader": grader_version(),
@@ -171,7 +171,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
     log.info("%s: %d of %d chunks are there", out, len(chunks) - len(missing), len(chunks))
     if missing:
         limits = (rollout.max_model_len, keys.max_new_tokens or None)
-        sampling = Sampling(keys.temperature, keys.top_p, keys.top_k, stop_ids, *limits)
+        sampling = Sampling(keys.temperature, keys.top_p, -1, stop_ids, *limits)
         asked = [p.prompt_ids for problems in loaded.values() for p in problems]
         engine = open_policy(config, step, stack, vocabulary, sampling, asked, out)
         service = open_grading(config, stack, set(files), out / "judge")

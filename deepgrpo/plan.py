@@ -297,8 +297,6 @@ def teacher_work(config: Any, work: Work, groups: list, steps: int | None, notes
     answered = sum(number * min(response, teacher.max_tokens or math.inf) for number, response in corrections)
     money = (asked * teacher.prices[0] + answered * teacher.prices[1]) / 1e6
     a_step = {"corrections": count, "prompt_tokens": asked, "completion_tokens": answered, "money": money}
-    budgets = [(teacher.token_budget, asked + answered), (teacher.money_budget, money)]
-    lasts = [budget / spent for budget, spent in budgets if budget and spent]
     notes.append(f"{work.failure_share:.0%} of the responses fail, and a correction is as long as a response")
     if teacher.base_url != ORACLE and not any(teacher.prices):
         notes.append("the teacher's tokens cost nothing: teacher.prices is not set")
@@ -308,7 +306,7 @@ def teacher_work(config: Any, work: Work, groups: list, steps: int | None, notes
         "rule_based": teacher.base_url == ORACLE,
         "per_step": a_step,
         "per_run": {name: value * steps for name, value in a_step.items()} if steps else None,
-        "budget_lasts_steps": min(lasts) if lasts else None,
+        "budget_lasts_steps": teacher.token_budget / (asked + answered) if teacher.token_budget and asked else None,
     }
 
 

@@ -26,7 +26,7 @@ MODEL = dataclasses.replace(tiny.CONFIG, vocab_size=272)  # 12 rows more than th
 KEYS = {
     **{"requires_accelerator": False, "model.dtype": "float32", "learner.buckets": 64},
     **{"data.validation": "arithmetic:heldout:10:1,carry_chain:heldout:3", "data.template": "none", "data.max_prompt_length": 40},
-    **{"rollout.max_model_len": 64, "rollout.slots": 16, "rollout.decode_steps": 4},
+    **{"rollout.max_model_len": 64, "rollout.slots": 16},
     **{"evaluation.max_new_tokens": 9, "evaluation.n": 4, "evaluation.temperature": 1.0, "rewards.workers": 1},
 }
 

@@ -28,7 +28,7 @@ PACKAGES = (
     *("ml-collections", "openai", "httpx", "math-verify", "pyarrow"),
 )
 
-ENDPOINT = "base_url api_key_env timeout max_concurrent replay token_budget money_budget prices"
+ENDPOINT = "base_url api_key_env timeout max_concurrent replay token_budget prices"
 HARMLESS = {  # by section, the keys that a resumed run may change, as they do not reach the parameters; *: all
     "": "run_dir compilation_cache requires_accelerator",
     "train": "epochs steps student_tokens",
@@ -37,7 +37,7 @@ HARMLESS = {  # by section, the keys that a resumed run may change, as they do n
     "rewards": "workers deadline",
     "curriculum": "start_from",
     "sandbox": "allow_network",
-    "learner": "coordinator num_processes process_id",
+    "learner": "coordinator process",
     **dict.fromkeys(("teacher", "judge"), ENDPOINT),
     **dict.fromkeys(("vllm", "weights", "validation", "evaluation", "checkpoint", "telemetry", "diagnostics"), "*"),
 }

@@ -19,6 +19,8 @@ from deepgrpo.curriculum.saved import Saved
 from deepgrpo.types import Group, Ids, Problem, Prompt, Rollout, as_ids
 
 NEVER = -1  # a step at which nothing happened yet
+MAX_EVENTS_PER_STATE = 8  # newest failures that wait for the teacher, of one state; strict_reference: no bound
+MAX_EVENTS = 8192  # and in all, the oldest dropped first
 STATES, FAILURES = 0x57A7E, 0xFA11  # purposes of random draws: states to roll out; failures for the teacher
 STREAM = "branch"  # of continuations that the objective weighs apart
 Judged = tuple[Group, int, int]  # a group with a verdict, its successes, its rollouts with a verdict

@@ -12,7 +12,7 @@ import ml_collections
 import numpy as np
 
 from deepgrpo.curriculum import base
-from deepgrpo.curriculum.base import NEVER, STATES, Correction, State
+from deepgrpo.curriculum.base import MAX_EVENTS, MAX_EVENTS_PER_STATE, NEVER, STATES, Correction, State
 from deepgrpo.curriculum.failed_pool import FailedPool, FailedRollout, QueuedCurriculum
 from deepgrpo.curriculum.saved import Saved, saved_counts
 from deepgrpo.types import Group, Ids, Problem
@@ -41,7 +41,7 @@ class FlatPool(QueuedCurriculum):
 
     name, version = "flat", 2
     by_ratio = knows_age = True
-    keys = ("rollout_n", "max_events_per_parent", "max_events")
+    keys = ("rollout_n",)
     records = {"flat_pool": FlatEntry, "failed_pool": FailedRollout}
     max_per_state = 3  # entries of equal states that a draw considers, the heaviest
     w_floor_hard = 0.2  # weight of a state whose latest group failed as a whole
@@ -49,9 +49,8 @@ class FlatPool(QueuedCurriculum):
     max_size = 10000  # newest entries kept
 
     def __init__(self, config: ml_collections.ConfigDict):
-        bounds = config.curriculum
-        queue = {"max_per_state": bounds.max_events_per_parent, "max_size": bounds.max_events}
-        super().__init__(config, FailedPool(priority=True, fair=not config.strict_reference, **queue))
+        bounds = {} if config.strict_reference else {"max_per_state": MAX_EVENTS_PER_STATE, "max_size": MAX_EVENTS, "fair": True}
+        super().__init__(config, FailedPool(**{"priority": True, "max_size": 0} | bounds))
         self.entries: dict[int, FlatEntry] = {}
         self.counts = {"next_handle": 0, "dropped_capacity": 0}
 

@@ -46,23 +46,25 @@ class SuffixEntry:
 
 
 class Forest(Curriculum):
-    """`base.Curriculum`. Bounds of 0 are no bounds; with all of them 0 and `strict_reference` it behaves as the reference.
+    """`base.Curriculum`. With `strict_reference` it behaves as the reference, which has no bounds: a bound of 0 is none.
 
-    max_events_per_parent: newest waiting events kept of a node. max_events: waiting events kept in all, the oldest dropped first.
-    max_nodes_per_tree: root included; a full tree refuses children and takes no events.
-    retire_after: groups in a row that must succeed as a whole before a state retires; a root retires with the first.
+    `curriculum.retire_after` groups in a row must succeed as a whole before a state retires; a root retires with the first.
     """
 
     name, version = forest_state.POOL, forest_state.VERSION
     by_ratio = keeps_suffixes = knows_age = asks_teacher = True
-    keys = ("rollout_n", "max_events_per_parent", "max_events", "max_nodes_per_tree", "retire_after")
+    keys = ("rollout_n", "retire_after")
     records = forest_state.RECORDS
+    max_events_per_state, max_events = base.MAX_EVENTS_PER_STATE, base.MAX_EVENTS
+    max_nodes = 64  # of a tree, root included; a full tree refuses children and takes no events
 
     def __init__(self, config: ml_collections.ConfigDict):
         """Not empty if `curriculum.start_from` names a forest."""
         super().__init__(config)
         # Trees, and states in a tree, are served in turn; by the reference any number, the oldest first within a step.
         self.most_in_flight = 0 if self.strict else MOST_IN_FLIGHT
+        if self.strict:
+            self.max_events_per_state = self.max_events = self.max_nodes = 0
         self.index, self.counters = Index(most_in_flight=self.most_in_flight), Counters()
         self._cleaned_before_sampling = 0
         self._vocabulary = vocabulary_of_model(config.model.path) if config.model.path else None
@@ -196,7 +198,7 @@ class Forest(Curriculum):
             self._enqueue(tree, node, failed or (), step)
 
     def _enqueue(self, tree: Tree, node: Node, failed: Sequence[Ids], step: int) -> None:
-        index, counters, bounds = self.index, self.counters, self.section
+        index, counters = self.index, self.counters
         first = counters.next_event
         counters.next_event += len(failed)
         counters.enqueued += len(failed)
@@ -205,15 +207,15 @@ class Forest(Curriculum):
             return
         index.add_failures(node, [(step, first + i, node.id, base.frozen_ids(ids)) for i, ids in enumerate(failed)])
         # Loops, not ifs: a forest restored under tighter bounds holds more than one event too many.
-        while bounds.max_events_per_parent and len(node.waiting) > bounds.max_events_per_parent:
+        while self.max_events_per_state and len(node.waiting) > self.max_events_per_state:
             index.discard(node.waiting[0])
             counters.dropped_capacity += 1
-        while bounds.max_events and len(index.waiting) > bounds.max_events:
+        while self.max_events and len(index.waiting) > self.max_events:
             index.discard(index.events[index.waiting[0]])
             counters.dropped_capacity += 1
 
     def _full(self, tree: Tree) -> bool:
-        return bool(self.section.max_nodes_per_tree) and len(tree.nodes) >= self.section.max_nodes_per_tree
+        return bool(self.max_nodes) and len(tree.nodes) >= self.max_nodes
 
     def _new_node_id(self) -> int:
         self.counters.next_node += 1

@@ -2,7 +2,7 @@
 
 One question is one `ask`: temperatures are tried in turn until a reply can be parsed; below that, failures of the endpoint are
 retried by class (429 waits as told; 5xx, time-outs, transport errors and junk back off; other 4xx fail at once). A circuit
-breaker, a token and money budget, and a cache of replies sit in front of the wire. Nothing queues behind a dead endpoint: the
+breaker, a token budget, and a cache of replies sit in front of the wire. Nothing queues behind a dead endpoint: the
 caller is told.
 
 A refused, cut or filtered request says nothing about its question unless others fare better: it counts as the question's own
@@ -40,7 +40,7 @@ LATENCIES_KEPT = 1024  # newest replies that the latency percentiles are over
 CHECK = "Reply with the single word: yes"  # the question of the check at the start
 
 TRUE, FALSE, UNSET = {"1", "true", "yes", "y", "on"}, {"0", "false", "no", "n", "off"}, {"", "null", "none", "unset"}
-JUDGE = {"temperatures": (0.0, 0.3, 0.7), "attempts": 3, "money_budget": 0.0, "prices": (0.0, 0.0)}  # what its section leaves out
+JUDGE = {"temperatures": (0.0, 0.3, 0.7), "attempts": 3, "prices": (0.0, 0.0)}  # what its section leaves out
 JUDGE_ROOM = 8192  # tokens of a judge's reply
 TEACHER_ROOM, THINKING_ROOM = 4, 32  # times the student's context: an account of the mistake and the solution; thoughts, too
 
@@ -85,7 +85,7 @@ class Client:
         self._section, self._name = section, name
         schedule = section.temperatures
         self._schedule = [schedule[i % len(schedule)] for i in range(section.attempts or len(schedule))]
-        limited = bool(section.token_budget or section.money_budget) and not strict_reference
+        limited = bool(section.token_budget) and not strict_reference
         self.deadline, self.retries = section.timeout + DEADLINE_SLACK, 0 if strict_reference else RETRIES
         self._max_tokens = section.max_tokens or (room if limited else 0)
         self._strict = strict_reference

@@ -85,7 +85,7 @@ _KINDS = {
     "junk": "check that --config.{name}.base_url is that of an OpenAI-compatible endpoint (it mostly ends in /v1)",
     "rate_limit": "a smaller --config.{name}.max_concurrent, or a higher limit from the endpoint's provider",
     "deadline": "look at the load of the endpoint, or lower --config.{name}.max_concurrent",
-    "budget_exhausted": "raise the budget: --config.{name}.token_budget (of the teacher also money_budget)",
+    "budget_exhausted": "raise the budget: --config.{name}.token_budget",
     "cut": "raise --config.{name}.max_tokens (0: the endpoint's own limit), or --config.{name}.enable_thinking=false",
     "empty": "--config.{name}.enable_thinking=false, or raise --config.{name}.max_tokens; tools have to be off at the endpoint",
     "filtered": "look at the endpoint's content filter, or name another --config.{name}.model",

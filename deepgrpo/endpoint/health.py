@@ -1,4 +1,4 @@
-"""Whether an endpoint may be asked: its health with a circuit breaker, and what may still be spent in tokens and money.
+"""Whether an endpoint may be asked: its health with a circuit breaker, and what may still be spent in tokens.
 
 The log hears of each kind of failure once, with the key that helps.
 """
@@ -134,14 +134,14 @@ class Cost(NamedTuple):
 
 
 class Budget:
-    """Limits over the client's counters. A request reserves the most that it may cost until its reply is paid.
+    """A limit over the client's counters. A request reserves the most that it may cost until its reply is paid.
 
-    What is spent and reserved stays within the limits, but for one request that is alone in flight.
+    What is spent and reserved stays within the limit, but for one request that is alone in flight.
     """
 
     def __init__(self, counts: Counter, section: ml_collections.ConfigDict):
-        """counts: shared with the client. section: of the endpoint; its limits are 0 for none, its prices of a million tokens."""
-        self._counts, self._tokens, self._money = counts, section.token_budget, section.money_budget
+        """counts: shared with the client. section: of the endpoint; a budget of 0 is none, prices are of a million tokens."""
+        self._counts, self._tokens = counts, section.token_budget
         self._prices = Cost(*(price / 1e6 for price in section.prices))
         self._reserved: list[Cost] = []
         self._dearest = 0  # completion tokens of the longest reply so far
@@ -173,7 +173,7 @@ class Budget:
 
     def __str__(self) -> str:
         paid = self._paid()
-        return f"spent {sum(paid)} of {self._tokens or 'any'} tokens, money {self._price(paid):.4f} of {self._money or 'any'}"
+        return f"spent {sum(paid)} of {self._tokens or 'any'} tokens, money {self._price(paid):.4f}"
 
     def _paid(self, kinds: Iterable[str] = ("", "http_lost_")) -> Cost:
         return _sum(Cost(self._counts[f"{kind}prompt_tokens"], self._counts[f"{kind}completion_tokens"]) for kind in kinds)
@@ -182,7 +182,7 @@ class Budget:
         return sum(tokens * price for tokens, price in zip(cost, self._prices, strict=True))
 
     def _exceeded(self, cost: Cost, by: int = 0) -> bool:
-        return bool((self._tokens and sum(cost) >= self._tokens + by) or (self._money and self._price(cost) >= self._money))
+        return bool(self._tokens) and sum(cost) >= self._tokens + by
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:

@@ -48,12 +48,12 @@ log = logging.getLogger(__name__)
 def initialise(section: Mapping[str, Any]) -> None:
     """Joins the processes of this run; before anything else asks JAX for devices.
 
-    With learner.coordinator set, its three keys decide. Otherwise a scheduler that started several processes does (SLURM, Open
-    MPI), or TPU_WORKER_HOSTNAMES with several hosts; without any, the process is alone.
+    With learner.coordinator set, that and learner.process decide. Otherwise a scheduler that started several processes does
+    (SLURM, Open MPI), or TPU_WORKER_HOSTNAMES with several hosts; without any, the process is alone.
     """
     visible, tasks = visible_gpus(os.environ), tasks_of_node(os.environ)
     if section["coordinator"]:
-        count, index = section["num_processes"], section["process_id"]
+        index, count = section["process"]
         jax.distributed.initialize(section["coordinator"], count, index, cluster_detection_method="deactivate")
     elif in_cluster(os.environ):
         jax.distributed.initialize(local_device_ids=devices_of_task(os.environ, visible, tasks) or None)

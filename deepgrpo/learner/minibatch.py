@@ -28,8 +28,8 @@ def balanced(n: int, parts: int) -> list[int]:
 
 def responses_per_prompt(config: Any) -> int:
     """Rollouts of a dataset prompt."""
-    trees = config.treerl
-    return trees.M * (1 + trees.N * trees.L * trees.T) if config.loop == "treerl" else config.rollout.n
+    M, N, L, T = config.treerl
+    return M * (1 + N * L * T) if config.loop == "treerl" else config.rollout.n
 
 
 def step_rows(config: Any) -> tuple[int, int]:

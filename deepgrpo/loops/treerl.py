@@ -10,7 +10,6 @@ import concurrent.futures
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import ml_collections
 import numpy as np
 
 from deepgrpo.loops import reasoning
@@ -50,20 +49,21 @@ Tree = list[Response]  # its first response, then those forked from earlier ones
 
 
 def run(
-    shape: ml_collections.ConfigDict, context: RolloutContext, prompts: Sequence[Prompt], step: int, purpose: str
+    shape: tuple[int, int, int, int], context: RolloutContext, prompts: Sequence[Prompt], step: int, purpose: str
 ) -> list[Group]:
     """Grows trees from every prompt; returns a group of all their responses, depth first, the older continuation first.
 
     `Prompt.n` is ignored. A continuation that was aborted is no part of its tree. All samples are of one version of the weights.
 
     Args:
-      shape: the section `treerl`, with M trees for each prompt, L rounds of N forks, T new continuations at a fork.
+      shape: `config.treerl`, (M, N, L, T): M trees for each prompt, L rounds of N forks, T new continuations at a fork.
       step, purpose: name the random streams, one a round, together with the prompt's place in `prompts` and the sample's among
         all that the prompt could have.
 
     Raises:
       TimeoutError: not one answer was graded within `context.grading_deadline` seconds after the last continuation.
     """
+    M, N, L, T = shape
     if purpose.startswith(reasoning.MEASURING):
         return reasoning.run(context, prompts, step, purpose)
 
@@ -71,17 +71,17 @@ def run(
         stream = f"{purpose}:round {rounds}"
         return tuple(sample_seed(context.seed, step, stream, i, first + j) for j in range(n))
 
-    stems = [Stem(prompt, None, 0, seeds(0, i, 0, shape.M)) for i, prompt in enumerate(prompts)]
+    stems = [Stem(prompt, None, 0, seeds(0, i, 0, M)) for i, prompt in enumerate(prompts)]
     forests = [[[response] for response in responses] for responses in sample(context, stems)]
-    for rounds in range(1, shape.L + 1):
+    for rounds in range(1, L + 1):
         stems, grown = [], []
         for i, (prompt, forest) in enumerate(zip(prompts, forests, strict=True)):
             limit = context.sampling.max_model_len - len(prompt.ids) - MIN_SUFFIX_TOKENS
             for m, tree in enumerate(forest):
-                for k, (response, start) in enumerate(forks(tree, shape.N)):
+                for k, (response, start) in enumerate(forks(tree, N)):
                     if start < limit:
-                        first = (m * shape.N + k) * shape.T
-                        stems.append(Stem(prompt, response, start, seeds(rounds, i, first, shape.T)))
+                        first = (m * N + k) * T
+                        stems.append(Stem(prompt, response, start, seeds(rounds, i, first, T)))
                         grown.append(tree)
         for tree, responses in zip(grown, sample(context, stems), strict=True):
             tree += responses

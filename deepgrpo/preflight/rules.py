@@ -57,7 +57,7 @@ def problems(config: config_dict.ConfigDict) -> list[str]:
 def rules(c: config_dict.ConfigDict) -> Iterator[str]:
     yield from run_rules(c)
     yield from size_rules(c)
-    yield from (f"{text} (learner.num_processes)" for text in several_rules(c, c.learner.num_processes))
+    yield from (f"{text} (learner.process)" for text in several_rules(c, max(c.learner.process, default=1)))
     yield from objective_rules(c)
     yield from teacher_token_rules(c)
     yield from reward_rules(c)
@@ -77,8 +77,8 @@ def rules(c: config_dict.ConfigDict) -> Iterator[str]:
             yield from endpoint_rules("teacher", c.teacher)
             if not c.teacher.temperatures:
                 yield "teacher.temperatures: expected at least one temperature"
-            if len(c.teacher.prices) != 2 or (c.teacher.money_budget and not any(c.teacher.prices)):
-                yield "teacher.prices: expected two, of a million prompt and completion tokens, above 0 for teacher.money_budget"
+            if len(c.teacher.prices) != 2:
+                yield "teacher.prices: expected two, of a million prompt tokens and of a million completion tokens"
             yield from oracle_rules(c)
 
 
@@ -128,10 +128,10 @@ def size_rules(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "learner.mesh: expected devices along (data, fsdp, tensor), at most one of them -1 (what is left)"
     if c.learner.coordinator and not re.fullmatch(r"\S+:\d+", c.learner.coordinator):
         yield "learner.coordinator: expected HOST:PORT of process 0"
-    if c.learner.num_processes != 1 and not c.learner.coordinator:
-        yield "learner.num_processes needs learner.coordinator=HOST:PORT (schedulers that JAX knows set neither)"
-    if c.learner.process_id >= c.learner.num_processes:
-        yield "learner.process_id counts from 0; expected a number below learner.num_processes"
+    if len(c.learner.process) != 2 or c.learner.process[0] >= c.learner.process[1]:
+        yield "learner.process: expected (NUMBER, COUNT), the number from 0 and below the count"
+    elif c.learner.process[1] != 1 and not c.learner.coordinator:
+        yield "learner.process needs learner.coordinator=HOST:PORT (schedulers that JAX knows set neither)"
 
 
 def several_rules(c: config_dict.ConfigDict, processes: int) -> Iterator[str]:
@@ -216,8 +216,6 @@ def evaluation_rules(c: config_dict.ConfigDict) -> Iterator[str]:
             yield f"greedy answers to one problem are all the same; set {name}.n=1 or {name}.temperature above 0"
         if c.rollout.engine == "vllm" and temperature and not inside(temperature, VLLM_TEMPERATURES):
             yield f"{name}.temperature: vLLM samples at 0 (greedy) or at temperatures in {VLLM_TEMPERATURES}"
-    if c.evaluation.top_k == 0:
-        yield "evaluation.top_k: expected -1 (off) or at least 1"
     if c.evaluation.max_new_tokens >= c.rollout.max_model_len:
         yield "evaluation.max_new_tokens leaves a prompt no room in rollout.max_model_len; lower it"
     if set(selection) & set(c.data.validation):
@@ -243,8 +241,10 @@ def vllm_rules(c: config_dict.ConfigDict) -> Iterator[str]:
 def treerl_rules(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.curriculum.pool != "none":
         yield "loop=treerl grows trees from the data set's prompts; set curriculum.pool=none"
-    if c.treerl.M == 1 and c.treerl.L == 0:
-        yield "a single response has nothing to be compared with; raise treerl.M or treerl.L"
+    if len(c.treerl) != 4 or 0 in (c.treerl[0], c.treerl[1], c.treerl[3]):
+        yield "treerl=(M, N, L, T): expected four numbers, of which only L may be 0"
+    elif c.treerl[0] == 1 and c.treerl[2] == 0:
+        yield "treerl=(1, N, 0, T) makes a single response, which has nothing to be compared with; raise M or L"
     if c.objective.advantage != "group_mean":
         yield "loop=treerl gives tokens advantages of their own; leave objective.advantage=group_mean"
     if c.objective.overlong != "none":
@@ -330,8 +330,8 @@ def unused(c: config_dict.ConfigDict) -> Iterator[tuple[bool, str, str]]:
     """(whether these do nothing, what would use them, keys or sections); not what experiments set for all their arms."""
     o, teacher = c.objective, c.teacher
     yield c.rollout.engine != "vllm", "rollout.engine=vllm", "vllm. weights."
-    yield c.loop != "treerl", "loop=treerl", "treerl."
-    yield c.loop == "treerl", "loop=reasoning (treerl.M, N, L and T decide)", "rollout.n"
+    yield c.loop != "treerl", "loop=treerl", "treerl"
+    yield c.loop == "treerl", "loop=reasoning (treerl decides)", "rollout.n"
     yield not c.judge.base_url, "judge.base_url", "judge."
     yield o.teacher_loss != "luffy", "objective.teacher_loss=luffy", "objective.luffy_gamma"
     yield o.teacher_loss != "snis", "objective.teacher_loss=snis", "objective.snis_beta"

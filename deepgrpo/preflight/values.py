@@ -52,18 +52,17 @@ CHOICES = {
 POSITIVE = {  # by section, the keys that must be more than 0
     "train": "epochs",
     "data": "batch_size max_prompt_length",
-    "rollout": "temperature slots decode_steps",
+    "rollout": "temperature slots",
     "vllm": "servers tensor_parallel max_num_seqs",
     "rewards": "workers deadline",
     "judge": "timeout max_concurrent",
     "teacher": "attempts timeout max_concurrent",
     "curriculum": "min_remaining_tokens retire_after",
     "branches": "tokens_per_node n_branch_points sample_size_per_step batch_threshold",
-    "treerl": "M N T",
     "objective": "clip_high luffy_gamma snis_beta",
     "optim": "lr grad_clip mini_batch_prompts ppo_epochs",
     "optim.teacher": "mini_batch_rows",
-    "learner": "micro_batch_tokens buckets logprob_block num_processes",
+    "learner": "micro_batch_tokens buckets logprob_block",
     "validation": "n",
     "evaluation": "n",
     "checkpoint": "keep",
@@ -88,7 +87,6 @@ INTERVALS = {  # other exceptions, as mathematics writes them
     "optim.teacher.lr": "[-1, inf)",
     "learner.mesh": "[-1, inf)",
     "evaluation.top_p": "(0, 1]",
-    "evaluation.top_k": "[-1, inf)",
 }
 INTERVALS |= {f"{section}.{name}": "(0, inf)" for section, names in POSITIVE.items() for name in names.split()}
 

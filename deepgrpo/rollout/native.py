@@ -34,6 +34,7 @@ from deepgrpo.types import Completion
 # Decoding reads every weight for every token. On a mesh, weights therefore stay split along `tensor` only, gathered once a
 # publish, and the slots are spread over the axes along which the learner replicates or shards parameters.
 
+DECODE_STEPS = 8  # tokens a slot decodes between two looks of the scheduler
 TENSOR_AXIS = "tensor"
 
 
@@ -346,7 +347,7 @@ class NativeEngine:
         dtype: Any,
         num_real_ids: int,
         slots: int,
-        decode_steps: int,
+        decode_steps: int = DECODE_STEPS,
         version: int = 0,
         prefill_tokens: int = 1024,
     ):

@@ -20,7 +20,7 @@ from deepgrpo.telemetry.evaluation import RESULT, Printed, percent, show
 from deepgrpo.telemetry.statistics import BLOCK, DRAWS, generator, interval
 
 # What must agree before two numbers may be compared. Other differences (engine, precision) are told.
-PROTOCOL = ("sets", "template", "truncated", "max_new_tokens", "max_model_len", "temperature", "top_p", "top_k", "n", "grader")
+PROTOCOL = ("sets", "template", "truncated", "max_new_tokens", "max_model_len", "temperature", "top_p", "n", "grader")
 PROTOCOL += ("rubric", "loop")
 TOLD = ("engine", "dtype", "stop_ids", "threshold")
 SIGNIFICANCE, POWER = 0.05, 0.8

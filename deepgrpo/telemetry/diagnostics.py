@@ -39,9 +39,9 @@ EXPECTED_MISMATCH = {"float32": 1e-3, "bfloat16": 0.05}
 STALE_MISMATCH = 0.2  # of rollouts by an older policy, which differ by what it has learned since
 
 DROPS = {  # counters of what a bound has dropped, and what raises it
-    "teacher/events_dropped_capacity": "failures: curriculum.max_events_per_parent, max_events, max_nodes_per_tree",
-    "forest/nodes_refused": "states: curriculum.max_nodes_per_tree",
-    "failed_pool/dropped_capacity": "failures: curriculum.max_events_per_parent, max_events; suffixes: MAX_SIZE",
+    "teacher/events_dropped_capacity": "failures: MAX_EVENTS_PER_STATE, MAX_EVENTS, Forest.max_nodes",
+    "forest/nodes_refused": "states: Forest.max_nodes",
+    "failed_pool/dropped_capacity": "failures: MAX_EVENTS_PER_STATE, MAX_EVENTS; suffixes: MAX_SIZE",
     "failed_pool/dropped_age": "failures: curriculum/failed_pool.py MAX_AGE",
     "synthetic_pool/dropped_capacity": "states: flat.FlatPool.max_size",
     "teacher_pool/dropped_capacity": "corrected failures: suffixes.MAX_SIZE",

@@ -329,7 +329,7 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
     p = result["protocol"]
     limit = f"{p['max_new_tokens']} new tokens, " if p["max_new_tokens"] else ""
     cut = "score 0" if p["truncated"] == "zero" else "are graded like others"
-    drawn = "greedy" if p["temperature"] == 0 else f"temperature {p['temperature']:g}, top_p {p['top_p']:g}, top_k {p['top_k']}"
+    drawn = "greedy" if p["temperature"] == 0 else f"temperature {p['temperature']:g}, top_p {p['top_p']:g}"
     lines = [
         f"template {p['template']}; stop ids {', '.join(map(str, p['stop_ids']))}; {drawn}, answers a problem: {p['n']}",
         f"limit {limit}context {p['max_model_len']}; answers that it cuts off {cut}",

@@ -57,8 +57,7 @@ def open_engine(
     """
     model, rollout = learner.model.config, config.rollout
     if rollout.engine == "native":
-        sizes = rollout.slots, rollout.decode_steps
-        native = NativeEngine(model, learner.policy, config.model.dtype, model.num_real_ids, *sizes, version=version)
+        native = NativeEngine(model, learner.policy, config.model.dtype, model.num_real_ids, rollout.slots, version=version)
         stack.callback(native.close)
         return native, native.publish
     root = weights_root(config)

@@ -120,7 +120,7 @@ def memory_problems(config: Any, model: ModelConfig, on_cpu: bool) -> list[Findi
     if on_cpu:
         need, what = checkpoint_bytes(config, model) + 4 * model.num_parameters, "weights, moments and gradients"
     else:
-        need, what = checkpoint_bytes(config, model) // config.learner.num_processes, "a checkpoint on its way to the disk"
+        need, what = checkpoint_bytes(config, model) // config.learner.process[1], "a checkpoint on its way to the disk"
     if need <= free:
         return []
     text = f"memory: {what} of {model.num_parameters / 1e6:,.0f} million parameters need {spoken(need)} of the host's memory"

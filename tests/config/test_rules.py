@@ -56,8 +56,8 @@ def given(*edits, base=common.get_config):
         ({"learner.buckets": (256,)}, "learner.buckets | rollout.max_model_len = 1024"),
         ({"learner.mesh": (2, -1, -1)}, "learner.mesh"),
         ({"learner.coordinator": "host"}, "learner.coordinator | HOST:PORT"),
-        ({"learner.num_processes": 2}, "learner.coordinator=HOST:PORT | rollout.engine=vllm | weights.folder"),
-        ({"learner.process_id": 1}, "learner.process_id = 1 | learner.num_processes"),
+        ({"learner.process": (0, 2)}, "learner.coordinator=HOST:PORT | rollout.engine=vllm | weights.folder"),
+        ({"learner.process": (1, 1)}, "learner.process = (1, 1) | below the count"),
         ({"data.max_prompt_length": 1000}, "data.max_prompt_length = 1000 | curriculum.min_remaining_tokens = 32"),
         ({"optim.mini_batch_prompts": 256}, "optim.mini_batch_prompts = 256 | data.batch_size = 128"),
         ({"curriculum.injection_ratio": 0.001}, "data.batch_size = 128 | injected"),
@@ -67,7 +67,7 @@ def given(*edits, base=common.get_config):
         ({"teacher.base_url": "oracle", "data.train": ("gsm8k:x",)}, "teacher.oracle | its own questions"),
         ({"teacher.base_url": "host:8001"}, "teacher.base_url = 'host:8001' | http://HOST:PORT"),
         ({"teacher.replay": "/nowhere"}, "teacher.replay | does not exist"),
-        ({"teacher.money_budget": 1.0}, "teacher.money_budget = 1.0 | prices"),
+        ({"teacher.prices": (1.0,)}, "teacher.prices = (1.0,) | expected two"),
         ({"judge.base_url": "http://x"}, "judge.model = ''"),
         (SFT | {"objective.teacher_reduction": "mixed_token_mean"}, "teacher_reduction = 'mixed_token_mean' | separate_stream"),
         ({"objective.teacher_loss": "luffy", "objective.teacher_update": "post_ppo"}, "teacher_loss=sft"),
@@ -94,8 +94,8 @@ def given(*edits, base=common.get_config):
         ({"diagnostics.dump_every": 1, "curriculum.pool": "flat"}, "diagnostics.dump_every = 1 | forest"),
         # trees
         ({"loop": "treerl"}, "loop = 'treerl' | curriculum.pool = 'forest' | curriculum.pool=none"),
-        (TREES | {"treerl.T": 0}, "treerl.T = 0 | (0, inf)"),
-        (TREES | {"treerl.M": 1, "treerl.L": 0}, "treerl.M = 1 | treerl.L = 0"),
+        (TREES | {"treerl": (2, 1, 1, 0)}, "treerl = (2, 1, 1, 0) | only L may be 0"),
+        (TREES | {"treerl": (1, 2, 0, 2)}, "treerl = (1, 2, 0, 2) | single response"),
         (TREES | {"objective.advantage": "rloo"}, "objective.advantage = 'rloo' | advantages of their own"),
         (TREES | {"objective.overlong": "mask"}, "objective.overlong = 'mask'"),
         # branches
@@ -124,8 +124,8 @@ def test_what_cannot_work(edits, parts):
         POST | SUFFIX_SFT,
         PLAIN | {"teacher.replay": "/nowhere"},  # a plain run is not judged by what it does not use
         PLAIN | SEPARATE | {"objective.whiten": True},
-        TREES | {"treerl.L": 0},
-        {"treerl.M": 1, "treerl.L": 0},  # another loop
+        TREES | {"treerl": (6, 2, 0, 2)},
+        {"treerl": (1, 2, 0, 2)},  # another loop
         INLINE | SEPARATE,
         BUFFERED | {"curriculum.injection_ratio": 0.001},  # which only the other pools look at
         SUFFIXES | {"objective.teacher_loss": "luffy", "objective.advantage": "rloo"},
@@ -209,7 +209,7 @@ def test_experiments_have_none():
     ("edit", "user"),
     [
         ({"vllm.servers": 2}, "rollout.engine=vllm"),
-        ({"treerl.M": 3}, "loop=treerl"),
+        ({"treerl": (3, 2, 1, 2)}, "loop=treerl"),
         ({"judge.model": "m"}, "judge.base_url"),
         ({"objective.luffy_gamma": 0.5}, "objective.teacher_loss=luffy"),
         ({"objective.overlong_buffer": 9}, "objective.overlong=soft"),

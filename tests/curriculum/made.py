@@ -13,7 +13,7 @@ from deepgrpo.curriculum.forest_index import ROLLOUT, SFT, TEACHER, summary
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
 
 WRONG, RIGHT, NO_VERDICT = 0.0, 1.0, None
-UNBOUNDED = {"max_events_per_parent": 0, "max_events": 0, "max_nodes_per_tree": 0}  # as the reference
+UNBOUNDED = {"max_events_per_state": 0, "max_events": 0, "max_nodes": 0}  # as the reference
 OF_ROLLOUT = ("max_model_len",)
 
 
@@ -32,9 +32,12 @@ def create(pool, **changes):
 
 def forest(strict_reference=True, **changes) -> Forest:
     """A forest without bounds, unless they are given."""
-    made = config("forest", **UNBOUNDED | changes)
-    made.strict_reference = strict_reference
-    return Forest(made)
+    bounds = {name: changes.pop(name, bound) for name, bound in UNBOUNDED.items()}
+    settings = config("forest", **changes)
+    settings.strict_reference = strict_reference
+    made = Forest(settings)
+    vars(made).update(bounds)
+    return made
 
 
 def problem(index=0, prompt=(1, 2)) -> Problem:

@@ -95,7 +95,7 @@ def fail(pool, n, step=1, prompt=(1, 2)) -> dict[str, int]:
 
 
 def test_bounds_keep_the_newest_and_count():
-    pool = forest(max_events_per_parent=2, max_events=3)
+    pool = forest(max_events_per_state=2, max_events=3)
     assert fail(pool, 4)["events_added"] == 4  # events 2 and 3 stay
     fail(pool, 2, step=2, prompt=(3,))  # 4 and 5: one more than three in all, so the oldest, 2, goes
     assert sorted(failure.failure_id for failure in pool.dispatch(9, 3)) == [3, 5]
@@ -104,7 +104,7 @@ def test_bounds_keep_the_newest_and_count():
 
 
 def test_full_tree_refuses_children_and_events():
-    pool = forest(max_nodes_per_tree=2)
+    pool = forest(max_nodes=2)
     fail(pool, 4)
     flying = [pool.dispatch(1, step)[0] for step in (1, 2)]
     assert answer(pool, flying[0], [5], 3) == 1

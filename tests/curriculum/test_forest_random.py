@@ -15,8 +15,8 @@ RESPONSE = as_ids([5, 6])
 BOUNDS = (
     {},
     {"max_events": 5},
-    {"max_nodes_per_tree": 3},
-    {"max_events_per_parent": 3, "max_events": 9, "max_nodes_per_tree": 4},
+    {"max_nodes": 3},
+    {"max_events_per_state": 3, "max_events": 9, "max_nodes": 4},
 )
 
 
@@ -28,7 +28,7 @@ def failure(event, state_ids=(1,)) -> Failure:
 def test_random_operations_equal_the_naive_forest(bounds):
     rng = random.Random(str(bounds))
     pool = forest(max_model_len=12, min_remaining_tokens=4, **bounds)
-    naive = NaiveForest(12, 4, *[bounds.get(name, 0) for name in ("max_events_per_parent", "max_events", "max_nodes_per_tree")])
+    naive = NaiveForest(12, 4, *[bounds.get(name, 0) for name in ("max_events_per_state", "max_events", "max_nodes")])
     states = [((1,), (1,))]  # (prompt, state) pairs that were seen
     step = 1
     for number in range(1500):

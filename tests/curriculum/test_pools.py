@@ -20,7 +20,7 @@ def chains(seed=0, **changes):
 
 
 def flat():
-    return create("flat", injection_ratio=0.5, max_events_per_parent=0, max_events=0)
+    return create("flat", injection_ratio=0.5)
 
 
 def queue(priority: bool) -> FailedPool:

@@ -29,7 +29,7 @@ KEYS = dict(objective__kl_coef=0.1, optim__ppo_epochs=2)
 
 
 def main(folder: pathlib.Path, coordinator: str, index: int, count: int) -> None:
-    distributed.initialise({"coordinator": coordinator if count > 1 else "", "num_processes": count, "process_id": index})
+    distributed.initialise({"coordinator": coordinator if count > 1 else "", "process": (index, count)})
     with distributed.open_channel(coordinator) as channel:
         distributed.require_agreement(DEVICES, "devices")
         checkpoints = Checkpoints(folder / f"checkpoints-{count}", keep=2)

@@ -74,5 +74,5 @@ def test_rows_of_a_step_of_trees():
     config = common.get_config()
     config.loop, config.curriculum.pool = "treerl", "none"
     assert step_rows(config) == (128 * 30, 0)
-    config.treerl.L = 2
+    config.treerl = (6, 2, 2, 2)
     assert step_rows(config) == (128 * 54, 0)

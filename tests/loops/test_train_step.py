@@ -2,7 +2,6 @@
 
 import concurrent.futures
 
-import ml_collections
 import numpy as np
 import pytest
 
@@ -44,10 +43,6 @@ class ScriptedEngine:
                 results[-1].append(Completion(ids, np.zeros(len(ids), np.float32), reason, 0))
                 on_done(i, j, results[-1][-1])
         return results
-
-
-def Shape(M, N, L, T):
-    return ml_collections.ConfigDict({"M": M, "N": N, "L": L, "T": T})
 
 
 class LastTokenGrader:

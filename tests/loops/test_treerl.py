@@ -13,7 +13,7 @@ from deepgrpo.loops.base import RolloutContext
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.types import Completion, Grade, Problem, Prompt, as_ids
 from tests.conftest import golden_cases
-from tests.loops.test_train_step import EOS, LastTokenGrader, NumberTokenizer, Shape
+from tests.loops.test_train_step import EOS, LastTokenGrader, NumberTokenizer
 
 
 class Engine:
@@ -76,7 +76,7 @@ def prompt(ids=(1, 2), name="1:0") -> Prompt:
 @pytest.mark.parametrize("case", golden_cases("branching_*.json", {"treerl_full_rollout"}))
 def test_golden_rollout(case):
     inputs, expected = case["inputs"], case["expected"]
-    shape = Shape(inputs["M"], inputs["N"], inputs["L"], inputs["T"])
+    shape = (inputs["M"], inputs["N"], inputs["L"], inputs["T"])
     parties = setting(scripted(inputs["script"]), inputs["max_model_len"])
     groups = treerl.run(shape, parties, [prompt(inputs["prompt_ids"])], 1, "train")
     rows = rows_lib.rows_from_groups(groups, "group_mean")
@@ -92,19 +92,20 @@ def test_golden_rollout(case):
     assert expected["n_branch_rows"] == sum(row.source != rows_lib.MAIN for row in rows)
 
 
-@pytest.mark.parametrize("shape", [Shape(3, 2, 1, 2), Shape(2, 3, 3, 1), Shape(2, 1, 0, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 2, 1, 2), (2, 3, 3, 1), (2, 1, 0, 2)], ids=str)
 def test_every_response_is_whole_and_every_seed_its_own(shape):
+    M, N, L, T = shape
     engine, prompts = random_engine(), [prompt((1, 2), "4:0"), prompt((3, 4, 5), "4:1")]
     groups = treerl.run(shape, setting(engine), prompts, 4, "train")
-    assert [group.prompt.group_id for group in groups] == ["4:0", "4:1"] and len(engine.calls) <= 1 + shape.L
+    assert [group.prompt.group_id for group in groups] == ["4:0", "4:1"] and len(engine.calls) <= 1 + L
     requests = [request for call in engine.calls for request in call]
     seeds = [seed for request in requests for seed in request.seeds]
     assert len(set(seeds)) == len(seeds) == sum(len(group.rollouts) for group in groups)
     assert all(len(request.prompt_ids) < 64 - 10 for request in requests)
     for group in groups:
         known = {tuple(r.completion.ids.tolist()): r for r in group.rollouts}
-        assert len(group.rollouts) == group.prompt.n <= shape.M * (1 + shape.N * shape.L * shape.T)
-        assert sum(r.shared == 0 for r in group.rollouts) == shape.M
+        assert len(group.rollouts) == group.prompt.n <= M * (1 + N * L * T)
+        assert sum(r.shared == 0 for r in group.rollouts) == M
         for rollout in group.rollouts:
             ids, logps = rollout.completion.ids, rollout.completion.logps
             assert len(ids) == len(logps) == len(rollout.advantages) <= 64 - len(group.prompt.ids) and ids.dtype == np.int32
@@ -130,7 +131,7 @@ def test_forks_are_at_the_least_likely_tokens_of_leaf_segments():
         return (range(100, 200), logps, "stop") if len(prompt) == 2 else (range(200, 215), np.full(15, -0.01), "stop")
 
     engine = Engine(answer)
-    (group,) = treerl.run(Shape(1, 2, 2, 1), setting(engine, 200), [prompt()], 1, "train")
+    (group,) = treerl.run((1, 2, 2, 1), setting(engine, 200), [prompt()], 1, "train")
     lengths = [[len(request.prompt_ids) - 2 for request in call] for call in engine.calls]
     assert lengths == [[0], [20, 30], [31, 45]] and [r.shared for r in group.rollouts] == [0, 45, 31, 30, 20]
     assert engine.calls[2][0].prompt_ids.tolist() == [1, 2, *range(100, 131)]
@@ -146,7 +147,7 @@ def test_aborted_and_unjudged_responses():
                 future.result = lambda: Grade(None, False, "timeout")
             return future
 
-    (group,) = treerl.run(Shape(4, 2, 2, 2), setting(random_engine(3, aborts=0.3), 64, Grading()), [prompt()], 1, "train")
+    (group,) = treerl.run((4, 2, 2, 2), setting(random_engine(3, aborts=0.3), 64, Grading()), [prompt()], 1, "train")
     assert all(r.completion.finish_reason != "abort" for r in group.rollouts)
     judged = group.verdicts()
     assert 0 < len(judged) < len(group.rollouts) and all((r.advantages is None) == (r.reward is None) for r in group.rollouts)
@@ -154,13 +155,13 @@ def test_aborted_and_unjudged_responses():
     assert len(rows) == len(judged) and len({id(row.advantage) for row in rows}) == len(rows)
     metrics = rows_lib.tree_metrics([group])
     assert metrics["treerl/leaves"] == len(judged) and 0 < metrics["treerl/forked_share"] < 1
-    (nothing,) = treerl.run(Shape(2, 1, 1, 1), setting(random_engine(aborts=1.0)), [prompt()], 1, "train")
+    (nothing,) = treerl.run((2, 1, 1, 1), setting(random_engine(aborts=1.0)), [prompt()], 1, "train")
     assert nothing.rollouts == () and rows_lib.rows_from_groups([nothing], "group_mean") == []
 
 
 def test_a_prompt_without_room_gives_empty_answers():
     engine = Engine(lambda prompt, times: ([], [], "length"))
-    (group,) = treerl.run(Shape(2, 1, 1, 1), setting(engine, 2), [prompt()], 1, "train")
+    (group,) = treerl.run((2, 1, 1, 1), setting(engine, 2), [prompt()], 1, "train")
     assert [len(r.completion.ids) for r in group.rollouts] == [0, 0] and len(engine.calls) == 1
     assert rows_lib.keep_rows(rows_lib.rows_from_groups([group], "group_mean")) == []
 
@@ -175,7 +176,7 @@ def test_what_only_measures_is_a_plain_rollout(purpose):
             return super().submit(answer)
 
     prompts = [dataclasses.replace(prompt(), n=2)]
-    (ours,) = treerl.run(Shape(6, 2, 1, 2), setting(random_engine(), grading=Grading()), prompts, 7, purpose)
+    (ours,) = treerl.run((6, 2, 1, 2), setting(random_engine(), grading=Grading()), prompts, 7, purpose)
     if purpose.startswith("train"):
         assert len(ours.rollouts) > 6 and not any(seen)
         return
@@ -185,7 +186,7 @@ def test_what_only_measures_is_a_plain_rollout(purpose):
 
 
 def test_trees_without_forks_are_a_group():
-    (group,) = treerl.run(Shape(8, 1, 0, 1), setting(random_engine(4)), [prompt()], 1, "train")
+    (group,) = treerl.run((8, 1, 0, 1), setting(random_engine(4)), [prompt()], 1, "train")
     rewards = np.array([r.reward for r in group.rollouts])
     assert 0 < rewards.mean() < 1
     for rollout, advantage in zip(group.rollouts, group_advantages(rewards, [0] * 8, "group_mean"), strict=True):

@@ -7,11 +7,11 @@ from deepgrpo.loops import treerl
 from deepgrpo.loops.base import RolloutContext
 from deepgrpo.rollout.engine import Request
 from deepgrpo.types import Problem, Prompt
-from tests.loops.test_train_step import LastTokenGrader, NumberTokenizer, Shape
+from tests.loops.test_train_step import LastTokenGrader, NumberTokenizer
 from tests.rollout import tiny
 from tests.rollout.vllm_rig import Rig, weights
 
-SHAPE = Shape(2, 1, 2, 2)
+SHAPE = (2, 1, 2, 2)
 SAMPLING = tiny.plain(48, stop_ids=(3, 4), temperature=1.2)
 
 

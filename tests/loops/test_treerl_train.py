@@ -7,7 +7,7 @@ from tests.telemetry.test_documented import documented
 from tests.test_train import STEPS, assert_resumes_the_same, in_process
 from tests.test_train_branches import CONTRAST, SMALL, even_digits  # noqa: F401, a fixture
 
-TREES = {"loop": "treerl", "curriculum__pool": "none", "treerl__M": 2, "treerl__N": 1, "treerl__L": 2, "treerl__T": 1}
+TREES = {"loop": "treerl", "curriculum__pool": "none", "treerl": (2, 1, 2, 1)}
 SETTINGS = SMALL | CONTRAST | TREES | {"telemetry__rollouts_every": STEPS, "validation__every": STEPS // 2}
 
 

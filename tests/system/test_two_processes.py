@@ -42,12 +42,12 @@ def run(folder: pathlib.Path, count: int, fails: str = "", told: int | None = No
         port = probe.getsockname()[1]
     keys = KEYS | {"run_dir": folder, "weights.folder": folder / "weights"} | overrides
     if count > 1:
-        keys |= {"learner.coordinator": f"127.0.0.1:{port}", "learner.num_processes": count}
+        keys |= {"learner.coordinator": f"127.0.0.1:{port}"}
     flags = ["--config=configs/carry_chain.py", *(f"--config.{key}={value}" for key, value in keys.items())]
     line = [sys.executable, "tests/system/train_process.py", str(2 // count), *flags]
     started = [
         subprocess.Popen(
-            [*line, f"--config.learner.process_id={index}"],
+            [*line, f"--config.learner.process={index},{count}"],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,

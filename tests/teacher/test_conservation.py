@@ -31,8 +31,7 @@ class Run:
 
     def open(self):
         config = importlib.import_module("configs.common").get_config()
-        config.model.path, config.curriculum.pool, config.curriculum.max_events = "", self.pool, 20
-        config.curriculum.max_events_per_parent, config.curriculum.min_remaining_tokens = 3, 1
+        config.model.path, config.curriculum.pool, config.curriculum.min_remaining_tokens = "", self.pool, 1
         config.curriculum.injection_ratio = 1.0
         made = curriculum.create(config)
         resolve = made.resolve

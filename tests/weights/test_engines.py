@@ -45,7 +45,7 @@ def opened(tmp_path, monkeypatch):
             config = common.get_config()
             config.name, config.run_dir, config.model.path = "run", str(tmp_path), str(tmp_path / "tokenizer")
             config.model.dtype, config.weights.folder = "float32", str(tmp_path / "weights")
-            config.rollout.slots, config.rollout.decode_steps = 4, 4
+            config.rollout.slots = 4
             for key, value in keys.items():
                 section, name = key.split("__")
                 config[section][name] = value

@@ -35,7 +35,7 @@ ALIASES = {  # names that TRL and verl give to our keys
     **dict.fromkeys(("max_completion_length", "max_response_length", "max_model_length"), "rollout.max_model_len"),
     **dict.fromkeys(("model_name_or_path", "model_name"), "model.path"),
     **dict.fromkeys(("num_train_epochs", "total_epochs"), "train.epochs"),
-    **dict.fromkeys(("max_steps", "total_training_steps"), "train.steps"),
+    **dict.fromkeys(("max_steps", "total_steps", "total_training_steps"), "train.steps"),
     **dict.fromkeys(("save_steps", "save_freq"), "checkpoint.every"),
     **dict.fromkeys(("eval_steps", "test_freq"), "validation.every"),
     **dict.fromkeys(("dataset_name", "train_files"), "data.train"),

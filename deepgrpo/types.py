@@ -83,15 +83,22 @@ class Completion:
     """What an engine returns for one sample.
 
     ids: int32[len], the stop id included when one was sampled.
-    logps: float32[len], natural-log probabilities under the distribution that was actually sampled from.
+    logps: float32[len], natural-log probabilities under the distribution that was actually sampled from; NaN where observed.
     finish_reason: "stop" (a stop id was sampled), "length" (budget used up) or "abort" (never trained, never graded).
-    version: the weight version that produced it.
+    version: the weight version that produced it; of several turns, the oldest.
+    observed: bool[len], tokens that an environment wrote between the student's turns; None: the student wrote all of them.
     """
 
     ids: Ids
     logps: np.ndarray
     finish_reason: str
     version: int
+    observed: np.ndarray | None = None
+
+    @property
+    def sampled(self) -> int:
+        """Number of tokens that the student sampled."""
+        return len(self.ids) - (0 if self.observed is None else int(self.observed.sum()))
 
 
 TASK = "task"  # the part of a grade that the task itself gives, beside bonuses
@@ -128,17 +135,24 @@ class Rollout:
 
     advantages: float64[R] of its tokens, from a loop that finds them itself; None: the objective's, relative to the group.
     shared: leading response tokens that another rollout of the group has as well, sampled once for both.
+    episode: what happened between the student and an environment; None where there is none.
     """
 
     completion: Completion
     grade: Grade
     advantages: np.ndarray | None = None
     shared: int = 0
+    episode: Any = None
 
     @property
     def sampled(self) -> int:
         """Response tokens that were sampled for this rollout."""
-        return len(self.completion.ids) - self.shared
+        return self.completion.sampled - self.shared
+
+    @property
+    def turns(self) -> int:
+        """How often the student wrote."""
+        return 1 if self.episode is None else self.episode.turns
 
     @property
     def reward(self) -> float | None:

@@ -184,5 +184,5 @@ def update_flops(config: ModelConfig, mini_batches: Sequence[Sequence[Row]], tok
         repeated = [n for same in prompts.values() for n in same[1:]]
         shared = (sum(lengths) - entering) / max(1, sum(repeated))
         pairs = causal_pairs(lengths) - shared * causal_pairs(repeated)
-        total += 3 * forward_flops(config, entering, pairs, sum(len(row.response_ids) for row in rows))
+        total += 3 * forward_flops(config, entering, pairs, sum(row.num_scored for row in rows))
     return total

@@ -179,7 +179,7 @@ class Learner:
         """
         if self.objective.joint_loss == "null":
             rows = [row for row in rows if row.source != TEACHER]
-        rows = [row for row in rows if len(row.response_ids)]
+        rows = [row for row in rows if row.num_scored]
         for row in rows:
             check_row(row, self.model.config.vocab_size, self.model.config.num_real_ids)
         if self._channel:
@@ -305,7 +305,7 @@ class Learner:
         """
         if "teacher_adam" not in self._state:
             raise ValueError("teacher rows have no optimizer of their own; set objective.teacher_update=post_ppo")
-        rows = [row for row in rows if row.source == TEACHER and len(row.response_ids)]
+        rows = [row for row in rows if row.source == TEACHER and row.num_scored]
         for row in rows:
             check_row(row, self.model.config.vocab_size, self.model.config.num_real_ids)
         if self._channel:

@@ -200,12 +200,12 @@ INT_ARRAYS = ("tokens", "positions", "segments", "index", "targets", "source", "
 FLOAT_ARRAYS = ("advantages", "teacher_coef", "rollout_logp", "row_share")
 EMPTY = {"source": NO_LOSS, "rollout_logp": np.nan}  # of slots without a scored token; 0 elsewhere
 SLOTS: dict[str, Callable[[Row], Any]] = {
-    "targets": lambda row: row.response_ids,
+    "targets": lambda row: row.of_scored(row.response_ids),
     "source": lambda row: row.source,
-    "advantages": lambda row: row.advantage,
+    "advantages": lambda row: row.of_scored(row.advantage),
     "teacher_coef": lambda row: row.teacher_coef,
-    "row_share": lambda row: 1.0 / len(row.response_ids),
-    "rollout_logp": lambda row: np.nan if row.rollout_logps is None else row.rollout_logps,
+    "row_share": lambda row: 1.0 / row.num_scored,
+    "rollout_logp": lambda row: np.nan if row.rollout_logps is None else row.of_scored(row.rollout_logps),
 }
 # A token's layers cost about as much as its attention to this many keys (8 to 10 times the width in usual decoders): only decides
 # between buckets.
@@ -243,7 +243,7 @@ class Batch:
       context: int32[A, B, C], tokens of the same cell (R packed rows, R = B / shards) as r * T + t.
       context_segments: int32[A, B, C], number of the prefix that the token belongs to, 0: nothing.
     shape: of the arrays. used: number of micro-batches that hold anything; they come first, and the rest is never computed.
-    slots: for each row of the mini-batch (a, b, start): its scored tokens are [a, b, start : start + R].
+    slots: for each row of the mini-batch (a, b, start): its scored tokens are [a, b, start : start + row.num_scored].
     tokens: tokens of the network's input without padding. spared: those that would be more if no prefix were shared.
     """
 
@@ -282,7 +282,7 @@ def array_shapes(shape: Shape) -> dict[str, tuple[tuple[int, ...], type]]:
 
 def layout(mini_batches: Sequence[Sequence[Row]], shapes: Sequence[Shape], shards: int, siblings_apart: bool = False):
     """Packs each mini-batch of a step in the shape that costs it least: list[Batch]. A function of its arguments alone, so that a
-    resumed run computes in the same shapes. Every row must have a prompt and a response token.
+    resumed run computes in the same shapes. Every row must have a prompt and a scored token.
 
     Args:
       shapes: from `shapes`. siblings_apart: two responses to one prompt never share a packed row, see `attention.splash`.
@@ -372,16 +372,15 @@ def _fill_row(arrays: dict[str, np.ndarray], pieces, rows: Sequence[Row]) -> tup
         if piece.holds >= 0:
             arrays["tokens"][inputs] = row.prompt_ids[piece.start : piece.stop]
         else:
-            R = len(row.response_ids)
-            outputs = slice(scored, scored + R)
+            outputs = slice(scored, scored + row.num_scored)
             arrays["tokens"][start : start + P - piece.start] = row.prompt_ids[piece.start :]
             arrays["tokens"][start + P - piece.start : start + size] = row.response_ids[:-1]
-            arrays["index"][outputs] = np.arange(start + size - R, start + size)
+            arrays["index"][outputs] = row.of_scored(np.arange(start + size - len(row.response_ids), start + size))
             arrays["sample"][outputs] = len(begins) + 1
             for name, values in SLOTS.items():
                 arrays[name][outputs] = values(row)
             begins.append(scored)
-            scored += R
+            scored = outputs.stop
         start += size
     return begins, columns
 

@@ -82,9 +82,11 @@ NEGLIGIBLE = 1e-8
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-    """One training sample: a prompt (locked prefix included) and a response, every token of which is trained.
+    """One training sample: a prompt (locked prefix included) and a response.
 
     prompt_ids: int32[P], P >= 1. response_ids: int32[R], the stop id included when one was sampled.
+    scored: bool[R], the response tokens that are trained, those that its author wrote; None: all. The network reads the others,
+      which an environment wrote, and they stand in no loss, denominator or statistic.
     advantage: scalar, of every response token, or float64[R], of each; unused for teacher rows.
     source: MAIN, BRANCH or TEACHER. teacher_coef: A* (luffy) or the weight c (snis) of a teacher row, else 0.
     rollout_logps: float32[R] from the engine that sampled the response, or None (teacher rows).
@@ -102,16 +104,25 @@ class Row:
     dataset_index: int
     injected: bool
     reward: float
+    scored: np.ndarray | None = None
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.response_ids) if self.scored is None else int(self.scored.sum())
+
+    def of_scored(self, values: Any) -> Any:
+        """The entries for scored tokens of an array [R]; a scalar as it is."""
+        return values if self.scored is None or not np.ndim(values) else values[self.scored]
 
     @property
     def token_advantages(self) -> np.ndarray:
-        """float64[R]"""
-        return np.broadcast_to(np.asarray(self.advantage, np.float64), len(self.response_ids))
+        """Of the scored tokens, float64[num_scored]."""
+        return np.broadcast_to(np.asarray(self.of_scored(self.advantage), np.float64), self.num_scored)
 
     @property
     def mean_advantage(self) -> float:
-        """Over the response's tokens; 0 if it has none of them and no advantage of its own."""
-        return float(np.mean(self.advantage)) if np.size(self.advantage) else 0.0
+        """Over the scored tokens; 0 if there are none of them and no advantage of its own."""
+        return float(np.mean(self.of_scored(self.advantage))) if np.size(self.advantage) else 0.0
 
 
 def check_row(row: Row, vocab_size: int, num_real_ids: int) -> None:
@@ -125,7 +136,7 @@ def check_row(row: Row, vocab_size: int, num_real_ids: int) -> None:
             f"{name}: largest ids are {row.prompt_ids.max()} (prompt) and {row.response_ids.max()} (response), expected below"
             f" {vocab_size} (vocabulary) and {num_real_ids} (tokenizer); is it the right tokenizer?"
         )
-    logps = () if row.rollout_logps is None else row.rollout_logps
+    logps = () if row.rollout_logps is None else row.of_scored(row.rollout_logps)
     for part, values in (("advantage", row.advantage), ("teacher's weight", row.teacher_coef), ("engine's log-prob", logps)):
         with np.errstate(over="ignore"):
             finite = np.isfinite(np.asarray(values, np.float32))
@@ -197,6 +208,7 @@ def rows_from_groups(groups: Sequence[Group], advantage_mode: str, overlong: Ove
                 dataset_index=-1 if prompt.injected else prompt.problem.index,
                 injected=prompt.injected,
                 reward=rollout.reward,
+                scored=None if rollout.completion.observed is None else ~rollout.completion.observed,
             )
             for rollout, advantage in zip(rollouts, advantages, strict=True)
         ]
@@ -220,12 +232,15 @@ def whiten_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows with advantages whitened over the tokens of their stream (main, branch); teacher rows as they are."""
     out = list(rows)
     for source in (MAIN, BRANCH):
-        members = [i for i, row in enumerate(rows) if row.source == source and len(row.response_ids)]
+        members = [i for i, row in enumerate(rows) if row.source == source and row.num_scored]
         tokens = np.concatenate([np.zeros(0), *(rows[i].token_advantages for i in members)])
         white, end = whiten(tokens, np.ones(len(tokens))), 0
         for i in members:
-            begin, end = end, end + len(rows[i].response_ids)
-            advantage = white[begin:end] if np.ndim(rows[i].advantage) else float(white[begin])
+            begin, end = end, end + rows[i].num_scored
+            advantage = float(white[begin])
+            if np.ndim(rows[i].advantage):
+                advantage = np.array(rows[i].advantage)
+                advantage[slice(None) if rows[i].scored is None else rows[i].scored] = white[begin:end]
             out[i] = dataclasses.replace(rows[i], advantage=advantage)
     return out
 

@@ -271,8 +271,8 @@ def attachment_metrics(
     for _, _, attached in seen:
         counts[attached.outcome] += 1
     compared = [(members, reward, attached) for members, reward, attached in seen if attached.advantages is not None]
-    students = [len(row.response_ids) for row in rows if row.source == MAIN]
-    teachers = [len(row.response_ids) for row in made]
+    students = [row.num_scored for row in rows if row.source == MAIN]
+    teachers = [row.num_scored for row in made]
     weights = [row.teacher_coef for row in made] if teacher_loss == "snis" else []
     student_rewards = [np.mean([row.reward for row in members]) for members, _, _ in compared]
     teacher_rewards = [reward for _, reward, _ in compared]

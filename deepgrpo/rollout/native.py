@@ -102,6 +102,7 @@ class Programs:
         self.config, self.dtype, self.layout, self.decode_steps = config, dtype, layout, decode_steps
         self.model = Transformer(config, dtype)
         self.compilations = 0
+        self.copy = jax.jit(self._copy, static_argnames="shardings")
         self.prefill = jax.jit(self._prefill)
         self.insert = jax.jit(self._insert, donate_argnames="caches")
         self.resize = jax.jit(self._resize, static_argnames="length")
@@ -114,14 +115,14 @@ class Programs:
         Every leaf is a fresh buffer: the learner may donate or delete its own afterwards. Norm scales stay float32.
         """
         shardings = self.layout.weights(params)
+        return self.copy(params, None if shardings is None else tuple(jax.tree.leaves(shardings)))
 
-        def copy(params):
-            params = jax.tree_util.tree_map_with_path(self._cast, params)
-            if shardings is not None:
-                params = jax.lax.with_sharding_constraint(params, shardings)
-            return unstack_layers(params, self.config.num_layers)
-
-        return jax.jit(copy)(params)
+    def _copy(self, params: dict, shardings: tuple[NamedSharding, ...] | None) -> dict:
+        tree = jax.tree.structure(params)
+        params = jax.tree_util.tree_map_with_path(self._cast, params)
+        if shardings is not None:
+            params = jax.lax.with_sharding_constraint(params, jax.tree.unflatten(tree, shardings))
+        return unstack_layers(params, self.config.num_layers)
 
     def _cast(self, path: tuple, leaf: jax.Array) -> jax.Array:
         return leaf.astype(jnp.float32 if path[-1].key == "scale" else self.dtype)

@@ -1,7 +1,8 @@
-"""Shared set-up: JAX on CPU with eight fake devices, and the golden and data folders."""
+"""Shared set-up: JAX on CPU with eight fake devices and a quick compiler, and the golden and data folders."""
 
 import ctypes
 import fcntl
+import functools
 import gc
 import json
 import os
@@ -13,7 +14,9 @@ import sys
 import types
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# The programs of tests are tiny and run a few times: compiling them is most of the cost, and optimising them most of compiling.
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count=8 {QUICK}")
 
 import pytest  # noqa: E402
 
@@ -85,11 +88,35 @@ def enter_documented(heading: str, module_name: str, entries: dict[str, str], mo
     return name
 
 
+@pytest.fixture(autouse=True, scope="session")
+def compiled_once():
+    """Learners that are alike in all that a program is made of share it in a test process; engines likewise."""
+    from deepgrpo.learner.objective import Objective
+    from deepgrpo.learner.step import Programs
+    from deepgrpo.rollout import native
+
+    known, compiler = {}, Programs._compile
+
+    def compiled(self, name, shape):
+        sections = repr(Objective.from_config(self.config.objective)), self.config.optim.to_json()
+        numbers = self.config.rollout.temperature, self.config.learner.logprob_block
+        key = name, shape, self.model, self.mesh, repr(self.abstract_state), sections, numbers
+        if key not in known:
+            known[key] = compiler(self, name, shape)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Programs, "_compile", compiled)
+        patch.setattr(native, "Programs", functools.cache(native.Programs))
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def bounded_memory():
     """A test process that has compiled much forgets it between files: four of them share a machine."""
     yield
-    if "jax" in sys.modules and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 1_500_000:  # in kB, the most so far
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])  # that it holds now
+    if "jax" in sys.modules and pages * resource.getpagesize() > 1.5e9:
         sys.modules["jax"].clear_caches()
         gc.collect()
         getattr(ctypes.CDLL(None), "malloc_trim", int)(0)

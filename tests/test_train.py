@@ -1,5 +1,6 @@
 """The real training loop on carry-chain: it learns, resumes bit for bit, ends cleanly, and lives without a teacher."""
 
+import functools
 import json
 import os
 import pathlib
@@ -10,19 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
 from deepgrpo import train
+from deepgrpo.learner import sharding
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.preflight import rules
 from deepgrpo.teacher.oracle import MODEL, Oracle
 from deepgrpo.telemetry import metrics as metrics_lib
 from deepgrpo.weights.checkpoint import Checkpoints, read_arrays
-from tests.conftest import ROOT
+from tests.conftest import QUICK, ROOT
 
 STEPS = 8
 # 16 problems in batches of up to 16: with hard states in the places of most, epochs end in the middle of this run.
@@ -43,7 +46,7 @@ def start(folder: pathlib.Path, environment: dict[str, str] | None = None, **ove
     return subprocess.Popen(
         command(folder, **overrides),
         cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": ""} | (environment or {}),  # one device: eight fake ones cost time and show nothing here
+        env=os.environ | {"XLA_FLAGS": QUICK} | (environment or {}),  # one device: eight show nothing here
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -57,7 +60,10 @@ def finish(process: subprocess.Popen, status: int = 0) -> str:
 
 
 def in_process(folder: pathlib.Path, **overrides: object) -> list[dict[str, float]]:
-    train.main(*rules.from_command_line(command(folder, **overrides)[2:]))
+    """The metrics of such a run in this process, on its first device."""
+    one = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
+    with mock.patch.object(sharding, "make_mesh", one):
+        train.main(*rules.from_command_line(command(folder, **overrides)[2:]))
     return metrics_lib.read(next(folder.glob("*/metrics.jsonl")))
 
 
@@ -99,7 +105,7 @@ def assert_same(one: dict, other: dict) -> None:
 def whole(tmp_path_factory):
     """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
-    finish(start(folder))
+    in_process(folder)
     return folder
 
 
@@ -132,8 +138,10 @@ def test_hard_states_give_a_gradient_where_plain_grpo_has_none(student, whole, t
 
 
 @pytest.mark.system
-def test_killed_and_stopped_again_and_again_it_resumes_bit_for_bit(student, whole, tmp_path):
+def test_killed_and_stopped_again_and_again_it_resumes_bit_for_bit(student, tmp_path_factory, tmp_path):
     """Killed while it writes a checkpoint, after it renamed one and in a step; stopped by a signal, which saves."""
+    whole = tmp_path_factory.mktemp("whole")
+    finish(start(whole))
     finish(start(tmp_path, {"DEEPGRPO_CRASH_AT": "mid_write@4"}), -signal.SIGKILL)
     finish(start(tmp_path, {"DEEPGRPO_CRASH_AT": "after_rename@4"}), -signal.SIGKILL)
     process = start(tmp_path)
@@ -176,20 +184,16 @@ def test_teacher_down_training_goes_on(student, tmp_path, monkeypatch):
 
 
 def test_a_recorded_run_is_replayed_without_an_endpoint(student, whole, tmp_path):
-    finish(start(tmp_path, teacher__replay=whole / "carry_chain" / "teacher"))
-    again, first = (metrics_lib.read(folder / "carry_chain") for folder in (tmp_path, whole))
+    again = in_process(tmp_path, teacher__replay=whole / "carry_chain" / "teacher")
+    first = metrics_lib.read(whole / "carry_chain")
     assert again[-1]["teacher/http_requests"] == 0 and first[-1]["teacher/http_requests"] > 0
     same = [key for key in first[-1] if key.startswith(("forest/", "critic/", "val-"))]
     assert [{k: r.get(k) for k in same} for r in again] == [{k: r.get(k) for k in same} for r in first]
 
 
 def test_one_step_ahead_is_one_version_behind_and_resumes_the_same(student, tmp_path):
-    ahead = {"rollout__max_staleness": 1, "validation__every": 0, "checkpoint__every": 5, "objective__tis_cap": 2.0}
-    finish(start(tmp_path / "whole", **ahead))
-    finish(start(tmp_path / "killed", {"DEEPGRPO_CRASH_AT": "after_pointer@5"}, **ahead), -signal.SIGKILL)
-    finish(start(tmp_path / "killed", **ahead))
-    records = metrics_lib.read(tmp_path / "whole" / "carry_chain")
-    stale = [record["rollout_mismatch/staleness"] for record in records]
-    assert max(stale) == 1 and stale[5] == 0  # nothing is rolled out ahead of a checkpoint: the step after it is on policy
-    whole, killed = outcome(tmp_path / "whole", student), outcome(tmp_path / "killed", student)
-    assert killed["forest"] == whole["forest"] and killed["metrics"] == whole["metrics"]
+    settings = {"rollout__max_staleness": 1, "validation__every": 0, "checkpoint__every": STEPS // 2, "checkpoint__keep": 2}
+    settings |= {"objective__tis_cap": 2.0, "telemetry__rollouts_every": 0}
+    stale = [record["rollout_mismatch/staleness"] for record in in_process(tmp_path, **settings)]
+    assert max(stale) == 1 and stale[STEPS // 2] == 0  # the step after a checkpoint is on policy
+    assert_resumes_the_same(tmp_path, student, **settings)

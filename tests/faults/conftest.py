@@ -13,7 +13,7 @@ from deepgrpo import config as config_lib
 from deepgrpo.preflight import rules
 from deepgrpo.preflight.inputs import check_inputs
 from deepgrpo.weights import run_folder
-from tests.conftest import ROOT
+from tests.conftest import QUICK, ROOT
 
 STEPS = 3
 SHORT = {
@@ -39,7 +39,7 @@ def started(folder: pathlib.Path, environment: dict[str, str] | None = None, **o
     return subprocess.Popen(
         [sys.executable, "-m", "deepgrpo.train", *arguments(folder, **overrides)],
         cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": ""} | (environment or {}),
+        env=os.environ | {"XLA_FLAGS": QUICK} | (environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -17,7 +17,7 @@ import pytest
 
 from deepgrpo.telemetry import metrics as metrics_lib
 from deepgrpo.weights.checkpoint import Checkpoints
-from tests.conftest import ROOT
+from tests.conftest import QUICK, ROOT
 from tests.faults.conftest import DEADLINE, arguments
 from tests.faults.scripted_endpoint import MODEL, Endpoint, right
 
@@ -26,7 +26,7 @@ LONG = {"train__steps": 500, "checkpoint__every": 0, "telemetry__rollouts_every"
 
 def start(folder: pathlib.Path, stdout, stderr=None, before=None, environment=(), **overrides) -> subprocess.Popen:
     line = [sys.executable, "-m", "deepgrpo.train", *arguments(folder, **LONG | overrides)]
-    environment = os.environ | {"XLA_FLAGS": ""} | dict(environment)
+    environment = os.environ | {"XLA_FLAGS": QUICK} | dict(environment)
     stderr = subprocess.STDOUT if stdout == subprocess.PIPE else stderr
 
     def prepare():

@@ -7,25 +7,10 @@ import numpy as np
 import pytest
 
 from deepgrpo.learner.optim import Optim
-from deepgrpo.learner.step import Programs
 from tests.learner import tiny
 
 POST = dict(objective__teacher_loss="sft", objective__teacher_update="post_ppo", objective__kl_coef=0.0)
 POST |= dict(objective__teacher_reduction="separate_stream_mean")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    """Programs run once or twice here: leave out XLA's optimisations."""
-    lower = Programs.lower
-
-    class Quick:
-        def __init__(self, lowered):
-            self.compile = lambda: lowered.compile(tiny.UNOPTIMISED)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Programs, "lower", lambda *args: Quick(lower(*args)))
-        yield
 
 
 def learner_of(**keys):
@@ -92,7 +77,7 @@ def test_steps_after_the_policy_has_moved_too_far_are_void():
     once = learner_of()
     for step in (0, 1):
         once.update(rows, step)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), stopping.policy, once.policy)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), stopping.policy, once.policy)
     assert int(stopping.state["adam"]["count"]) == 2 and stopping.host_state()["optimizer_steps"] == 2
 
 

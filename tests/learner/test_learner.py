@@ -7,23 +7,8 @@ import numpy as np
 import pytest
 
 from deepgrpo.learner.learner import Learner
-from deepgrpo.learner.step import Programs
 from deepgrpo.types import as_ids
 from tests.learner import tiny
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    """Programs run once or twice here: leave out XLA's optimisations."""
-    lower = Programs.lower
-
-    class Quick:
-        def __init__(self, lowered):
-            self.compile = lambda: lowered.compile(tiny.UNOPTIMISED)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Programs, "lower", lambda *args: Quick(lower(*args)))
-        yield
 
 
 def snapshot(learner: Learner):
@@ -99,14 +84,6 @@ def test_rows_without_advantage_give_exactly_no_gradient():
     pulled = tiny.make_learner(objective__kl_coef=0.1)
     pulled.update(tiny.make_rows(4), 0)  # away from the reference
     assert pulled.update(rows, 1)["actor/grad_norm"] > 0.0
-
-
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
-    learner = tiny.make_learner(objective__kl_coef=0.0)
-    broken = [dataclasses.replace(row, advantage=1e38) for row in tiny.make_rows(4)]  # of an infinite norm
-    metrics = learner.update(broken, 0)
-    assert metrics["actor/nonfinite_steps"] == 1 and metrics["actor/optimizer_steps"] == 0
-    assert learner.host_state()["nonfinite_steps"] == 1 and tiny.same(learner.policy, tiny.parameters())
 
 
 def test_metrics_of_the_old_policy():

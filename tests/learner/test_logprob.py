@@ -56,7 +56,7 @@ def test_no_array_of_tokens_times_vocabulary_in_the_compiled_step():
     learner = tiny.make_learner(config=config, learner__logprob_block=block, learner__buckets=(256,))
     temporaries = {}
     for B in (2, 8):
-        compiled = learner.programs.lower("train_step", Shape(A=2, B=B, T=256, C=128)).compile(tiny.UNOPTIMISED)
+        compiled = learner.programs.lower("train_step", Shape(A=2, B=B, T=256, C=128)).compile()
         shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())}
         assert max(math.prod(shape) for shape in shapes if V in shape) <= block * V
         temporaries[B] = compiled.memory_analysis().temp_size_in_bytes

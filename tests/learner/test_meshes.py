@@ -7,16 +7,12 @@ import pytest
 from deepgrpo.learner import packing, sharding
 from deepgrpo.weights.checkpoint import Checkpoints
 from tests.learner import tiny
-from tests.learner.test_programs import Unoptimised
 
 MESHES = [(1, 8, 1), (1, 4, 2), (2, 4, 1)]
 
 
 def learner(mesh, **keys):
-    made = tiny.make_learner(mesh, objective__kl_coef=0.1, **keys)
-    lower = made.programs.lower
-    made.programs.lower = lambda *key: Unoptimised(lower(*key))
-    return made
+    return tiny.make_learner(mesh, objective__kl_coef=0.1, **keys)
 
 
 def assert_close(a, b):

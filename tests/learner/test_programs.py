@@ -57,8 +57,6 @@ def test_an_error_of_the_compiler_reaches_the_caller():
 def test_nothing_compiles_in_a_run_of_ragged_steps():
     """Two buckets, one and several mini-batches, the old pass, the reference pass: after `prepare` XLA has nothing to do."""
     learner = tiny.make_learner(objective__kl_coef=0.1, optim__mini_batch_prompts=1)
-    lower = learner.programs.lower
-    learner.programs.lower = lambda *key: Unoptimised(lower(*key))
     learner.prepare(ahead=True)
     for name, shape in learner.programs._planned - {("score_at_1", shape) for shape in learner.shapes}:
         learner.programs(name, shape)
@@ -73,8 +71,3 @@ def test_nothing_compiles_in_a_run_of_ragged_steps():
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert not compilations
-
-
-class Unoptimised:
-    def __init__(self, lowered):
-        self.compile = lambda: lowered.compile(tiny.UNOPTIMISED)

@@ -68,7 +68,7 @@ def test_equals_every_row_by_itself(mesh, T, B, backend, spared):
     p, learner = make_policy(mesh, backend), tiny.make_learner(mesh, objective__kl_coef=0.0)
     rows = ROWS if backend == "xla" else ROWS[:10:3] + ROWS[8:10]
     batch, arrays = lay(rows, p, T, B)
-    function = jax.jit(functools.partial(step.gradients, p, learner.objective), compiler_options=tiny.UNOPTIMISED)
+    function = jax.jit(functools.partial(step.gradients, p, learner.objective))
     gradient, _, logp = function(learner.policy, arrays, np.bool_(True), np.int32(batch.used))
     assert batch.spared >= spared
     expected, expected_gradient = dense()
@@ -83,7 +83,7 @@ def test_equals_every_row_by_itself(mesh, T, B, backend, spared):
 @functools.cache
 def scorer():
     p = make_policy((1, 1, 1))
-    score = jax.jit(functools.partial(step.score, p), compiler_options=tiny.UNOPTIMISED)
+    score = jax.jit(functools.partial(step.score, p))
 
     def run(rows: list[Row]) -> list[np.ndarray]:
         batch, arrays = lay(rows, p, 24, 6)
@@ -128,7 +128,7 @@ def test_devices_exchange_parameters_and_never_activations(mesh):
     """A context is gathered where its keys are, the head once and not once a block, and nothing is copied to be sharded anew."""
     B, T, config = 16, 40, tiny.model_config(width=32, mlp_width=72)
     learner = tiny.make_learner(mesh, config=config, objective__kl_coef=0.0)
-    text = learner.programs.lower("train_step", packing.Shape(2, B, T, 20)).compile(tiny.UNOPTIMISED).as_text()
+    text = learner.programs.lower("train_step", packing.Shape(2, B, T, 20)).compile().as_text()
     gathered = [tuple(map(int, dims.split(","))) for dims in re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)]
     assert len(gathered) >= 7 and all(
         len(dims) == 2 for dims in gathered

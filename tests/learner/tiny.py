@@ -85,9 +85,6 @@ def make_learner(
     )
 
 
-UNOPTIMISED = {"xla_backend_optimization_level": 0}  # compiler option: optimising a tiny program takes longer than running it
-
-
 def alone(rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Each row by itself, right-padded: tokens, segments (1, padding 0) and scored (the response positions), [n, 24] each."""
     tokens, segments, scored = np.zeros((3, len(rows), 24), np.int32)

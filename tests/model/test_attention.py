@@ -163,7 +163,7 @@ def test_kv_heads_that_the_mesh_does_not_divide_are_repeated(kv_heads, devices):
         of = lambda qkv: jnp.sum(run(backend, qkv, sight, placed)[:, :6] ** 2)  # noqa: E731
         return jax.jit(jax.value_and_grad(of))([q, k[:, :, :kv_heads], v[:, :, :kv_heads]])
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), loss("splash", placed), loss("xla", None))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-5), loss("splash", placed), loss("xla", None))
 
 
 def test_auto_is_the_fastest_that_the_device_has():

@@ -52,7 +52,7 @@ def test_logits_equal_transformers(smollm2, prompts, tmp_path):
             error = np.abs(ours[row, :length] - wanted)
             # Its residual stream reaches 4,400, so float32 itself is worth about 1e-4 here: transformers' float32 logits are
             # 9e-5 from its float64 ones, and 8e-5 from those of its other attention implementation.
-            assert error.max() <= 2e-4 and (error > 1e-4).mean() <= 1e-4
+            assert error.max() <= 2e-4 and (error > 1e-4).mean() <= 2e-4
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (smollm2 / "tokenizer.json").read_bytes()
 
 

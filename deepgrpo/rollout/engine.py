@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from deepgrpo.rollout.stops import StopTexts
 from deepgrpo.types import Completion, Ids, as_ids
 
 ABOVE_ONE = 1e-3  # by so much may rounding lift a log-prob above 0
@@ -26,6 +27,7 @@ class Sampling:
     temperature: >= 0; 0 is greedy. top_p: (0, 1]. top_k: -1 for off, else >= 1.
     stop_ids: ids that end a response (union of the tokenizer's and the generation config's).
     max_model_len: tokens of prompt plus response. max_new_tokens: of the response, where that has a limit of its own.
+    stops: texts that end a response too; for the thread that calls `generate`. None: there are none.
     """
 
     temperature: float
@@ -34,6 +36,7 @@ class Sampling:
     stop_ids: tuple[int, ...]
     max_model_len: int
     max_new_tokens: int | None = None
+    stops: StopTexts | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,11 +55,26 @@ class Request:
 OnDone = Callable[[int, int, Completion], None]  # (request index, sample index, completion), as each sample finishes
 
 
+class Feed(Protocol):
+    """Requests that become ready while others are sampled: the next turns of a conversation."""
+
+    def take(self, wait: bool) -> list[Request]:
+        """Those that are ready, which are numbered after all before them. wait: until there is one, or none can come any more."""
+
+    def close(self) -> None:
+        """Ends every wait: no request will be sampled any more. Any thread."""
+
+
 class Engine(Protocol):
     version: int  # of the weights that `generate` uses
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None = None) -> list[list[Completion]]:
-        """Returns completions in request order, then seed order. A prompt without room gives empty `length` completions."""
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None = None, feed: Feed | None = None
+    ) -> list[list[Completion]]:
+        """Returns completions in request order, then seed order. A prompt without room gives empty `length` completions.
+
+        feed: is asked for further requests whenever there is room, until it has none; `on_done` must not block then.
+        """
 
     def metrics(self) -> Mapping[str, float]:
         """Cumulative counters under `engine/`. Reading changes nothing."""
@@ -111,9 +129,9 @@ def without_token(ids: np.ndarray, bound: int, holes: Sequence[int]) -> np.ndarr
 
 
 def checked(
-    ids: Any, logps: Any, reason: Any, version: int, room: int, stop_ids: Sequence[int], bound: int, holes: Sequence[int] = ()
+    ids: Any, logps: Any, reason: Any, version: int, room: int, sampling: Sampling, bound: int, holes: Sequence[int] = ()
 ) -> Completion:
-    """The door through which everything passes that an engine has sampled.
+    """The door through which everything passes that an engine has sampled. What came after a stop text is left out.
 
     Args:
       ids, logps: lists of a response's token ids and their log-probs, as they came. reason: finish reason.
@@ -134,8 +152,11 @@ def checked(
     if not (logps <= ABOVE_ONE).all() or np.isneginf(logps).any():
         wrong = logps[~((logps <= ABOVE_ONE) & np.isfinite(logps))][0]
         raise BadAnswer("incomplete", f"a sampled token has log-prob {wrong}, expected a finite number <= 0")
-    ends = np.isin(ids, list(stop_ids))
-    if ends[:-1].any() or (reason == "stop" and not ends[-1]):  # `length` is also said of a stop id at the limit
+    handed_over = sampling.stops.length(ids) if sampling.stops else 0
+    if handed_over:
+        ids, logps, reason = ids[:handed_over], logps[:handed_over], "stop"
+    ends = np.isin(ids, list(sampling.stop_ids))
+    if ends[:-1].any() or (reason == "stop" and not (ends[-1] or handed_over)):  # `length` is also said of a stop at the limit
         where = np.flatnonzero(ends).tolist()
         raise BadAnswer("incomplete", f"finish_reason {reason} after {len(ids)} tokens with stop ids at {where}")
     if len(ids) > room or (reason == "length" and len(ids) != room):

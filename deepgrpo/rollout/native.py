@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import Transformer, abstract_params, decode_layers, empty_caches, unstack_layers
 from deepgrpo.rollout import sampling as sampling_lib
-from deepgrpo.rollout.engine import OnDone, Request, Sampling, check_ids
+from deepgrpo.rollout.engine import Feed, OnDone, Request, Sampling, check_ids
 from deepgrpo.rollout.sampling import Restriction
 from deepgrpo.rollout.scheduler import Sample, Scheduler, Slots, length_buckets, slot_buckets, smallest
 from deepgrpo.types import Completion
@@ -248,7 +248,7 @@ class Batch:
         """Refills the slots and decodes; returns what `collect` takes, before it is computed."""
         sources = None
         size = smallest(self.sizes, self.scheduler.unfinished)
-        if size != len(self.scheduler.rows):  # only ever shrinks: `unfinished` does
+        if size != len(self.scheduler.rows):
             sources = self.scheduler.resize(size)
         placed = self.scheduler.refill()
         self._prefill([sample for _, sample in placed])
@@ -386,10 +386,13 @@ class NativeEngine:
             "engine/compilations": float(self._programs.compilations),
             "engine/prefill_tokens": float(self._counters["prefill_tokens"]),
             "engine/sampled_tokens": float(self._counters["sampled_tokens"]),
+            "engine/dropped_tokens": float(self._counters["dropped_tokens"]),
             "engine/slot_occupancy": self._counters["sampled_tokens"] / decoded if decoded else 0.0,
         }
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None = None) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None = None, feed: Feed | None = None
+    ) -> list[list[Completion]]:
         """Samples all requests; see `engine.Engine`. `on_done` runs in this thread, while the device decodes the next tokens.
 
         Raises:
@@ -400,27 +403,39 @@ class NativeEngine:
         if self._params is None:
             raise RuntimeError("this NativeEngine has no weights: its last publish failed; publish again")
         ids = self.num_real_ids, self.config.holes
-        check_ids(requests, sampling, *ids)
-        scheduler = Scheduler(requests, sampling)
-        completions: list[list[Completion | None]] = [[None] * len(request.seeds) for request in requests]
+        scheduler, version = Scheduler(sampling), self.version
+        completions: list[list[Completion | None]] = []
 
-        version = self.version
+        def admit(requests: Sequence[Request]) -> list[Sample]:
+            check_ids(requests, sampling, *ids)
+            first = len(completions)
+            completions.extend([None] * len(request.seeds) for request in requests)
+            return scheduler.add(requests, first)
 
         def deliver(samples: list[Sample]) -> None:
             for sample in samples:
-                completion = sample.completion(scheduler.stop_ids, version, *ids)
+                completion = sample.completion(sampling, version, *ids)
+                self._counters["dropped_tokens"] += len(sample.ids) - len(completion.ids)
                 completions[sample.request][sample.index] = completion
                 if on_done is not None:
                     on_done(sample.request, sample.index, completion)
 
+        ended = admit(requests)
+
         restriction = Restriction.of(sampling, self.num_real_ids)
         batch = Batch(self._programs, self._params, scheduler, sampling, restriction, self.slots, self.prefill_tokens)
-        ended = scheduler.without_room
-        while scheduler.unfinished:
-            decoded = batch.dispatch()
-            deliver(ended)  # while the device works
-            ended = batch.collect(decoded)
-        deliver(ended)
+        while True:
+            if scheduler.unfinished:
+                ended += admit(feed.take(wait=False)) if feed else []
+                decoded = batch.dispatch()
+                deliver(ended)  # while the device works
+                ended = batch.collect(decoded)
+                continue
+            deliver(ended)
+            further = feed.take(wait=True) if feed else []
+            if not further:
+                break
+            ended = admit(further)
         self._counters.update(batch.counters)
         return completions
 

@@ -33,18 +33,21 @@ class Sample:
         """Of the newest token, which is the one to feed next."""
         return len(self.prompt) + len(self.ids) - 1
 
-    def finish_reason(self, stop_ids: frozenset[int]) -> str | None:
-        """`stop`, `length`, or None while it goes on. A stop id that takes the last place is a `stop`."""
-        if self.ids and self.ids[-1] in stop_ids:
+    def finish_reason(self, sampling: Sampling, checked: int = 0) -> str | None:
+        """`stop`, `length`, or None while it goes on. A stop id that takes the last place is a `stop`.
+
+        checked: leading tokens that are known to end in no stop text.
+        """
+        if self.ids and (self.ids[-1] in sampling.stop_ids or (sampling.stops and sampling.stops.length(self.ids, checked))):
             return "stop"
         return "length" if len(self.prompt) + len(self.ids) >= self.end else None
 
-    def completion(self, stop_ids: frozenset[int], version: int, bound: int, holes: Sequence[int] = ()) -> Completion:
+    def completion(self, sampling: Sampling, version: int, bound: int, holes: Sequence[int] = ()) -> Completion:
         """bound, holes: see `engine.check_ids`."""
         room = self.end - len(self.prompt)
         if room <= 0:
             return Completion(as_ids([]), np.zeros(0, np.float32), "length", version)
-        return checked(self.ids, self.logps, self.finish_reason(stop_ids), version, room, stop_ids, bound, holes)
+        return checked(self.ids, self.logps, self.finish_reason(sampling), version, room, sampling, bound, holes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,19 +66,23 @@ class Slots:
 
 
 class Scheduler:
-    """Fills free slots from a queue in order of prompt length, then of request: shorter prompts have longer to go."""
+    """Fills free slots from a queue, requests that came together in order of prompt length: shorter prompts have longer to go."""
 
-    def __init__(self, requests: Sequence[Request], sampling: Sampling):
-        self.stop_ids = frozenset(sampling.stop_ids)
+    def __init__(self, sampling: Sampling):
+        self.sampling = sampling
+        self.waiting: collections.deque[Sample] = collections.deque()
+        self.rows: list[Sample | None] = []
+
+    def add(self, requests: Sequence[Request], first: int = 0) -> list[Sample]:
+        """Queues the samples of requests that are numbered from `first`; returns those that have no room for a token."""
         samples = [
-            Sample(i, j, request.prompt_ids, seed, budget(request, sampling))
-            for i, request in enumerate(requests)
+            Sample(i, j, request.prompt_ids, seed, budget(request, self.sampling))
+            for i, request in enumerate(requests, first)
             for j, seed in enumerate(request.seeds)
         ]
-        self.without_room = [s for s in samples if s.end <= len(s.prompt)]
         room = [s for s in samples if s.end > len(s.prompt)]
-        self.waiting = collections.deque(sorted(room, key=lambda s: (len(s.prompt), s.request, s.index)))
-        self.rows: list[Sample | None] = []
+        self.waiting.extend(sorted(room, key=lambda s: (len(s.prompt), s.request, s.index)))
+        return [s for s in samples if s.end <= len(s.prompt)]
 
     @property
     def active(self) -> int:
@@ -149,9 +156,10 @@ class Scheduler:
                     f"{len(sample.ids)} response tokens, expected a finite number; the policy's weights or activations "
                     "overflowed or are NaN"
                 )
+            before = len(sample.ids)
             sample.ids.extend(tokens[:count, slot].tolist())
             sample.logps.extend(fresh.tolist())
-            if sample.finish_reason(self.stop_ids):
+            if sample.finish_reason(self.sampling, before):
                 self.rows[slot] = None
                 ended.append(sample)
         return ended

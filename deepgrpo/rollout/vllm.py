@@ -13,12 +13,12 @@ import asyncio
 import collections
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import httpx
 import numpy as np
 
-from deepgrpo.rollout.engine import BadAnswer, OnDone, Request, Sampling, check_ids
+from deepgrpo.rollout.engine import BadAnswer, Feed, OnDone, Request, Sampling, check_ids
 from deepgrpo.rollout.vllm_fleet import Fleet, Replica, Router, format_errors
 from deepgrpo.rollout.vllm_http import GENERATE, SHOWN, VllmError, completions, generate_body, room, samples_asked
 from deepgrpo.rollout.vllm_server import BLOCK_SIZE, VllmServerError
@@ -77,7 +77,9 @@ class VllmEngine:
         times = {f"timing_s/publish_{part}": seconds for part, seconds in dict(self.fleet.seconds).items()}
         return counted | tokens | times | {"engine/restarts": float(restarts), "engine/recoveries": float(self.fleet.reloads)}
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None = None) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None = None, feed: Feed | None = None
+    ) -> list[list[Completion]]:
         """Samples all requests; see `engine.Engine`.
 
         A request that a server refuses as malformed gives `abort` completions, which are neither graded nor trained; its
@@ -95,17 +97,20 @@ class VllmEngine:
         if self.version != self._routed_version:
             self._router.forget()
             self._routed_version = self.version
-        return asyncio.run(_Call(self, requests, sampling, on_done).run())
+        return asyncio.run(_Call(self, requests, sampling, on_done, feed).run())
 
 
 class _Call:
     """One call of `generate`: its requests, and what is known of the servers meanwhile."""
 
-    def __init__(self, engine: VllmEngine, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None):
+    def __init__(
+        self, engine: VllmEngine, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None, feed: Feed | None
+    ):
         self.engine, self.fleet, self.counters = engine, engine.fleet, engine._counters
-        self.requests, self.sampling, self.on_done = requests, sampling, on_done
+        self.requests, self.sampling, self.on_done, self.feed = list(requests), sampling, on_done, feed
         self.version = self.fleet.version
         self.results: list[list[Completion]] = [[] for _ in requests]
+        self.asked = 0  # requests that were sent, or will be
         self.in_flight: collections.Counter[Replica] = collections.Counter()  # requests
         self.attempts: dict[Replica, set[asyncio.Future]] = {replica: set() for replica in self.fleet.replicas}
         self.moved: dict[Replica, float] = {}  # when each server was last seen to work, by the engine's clock
@@ -115,14 +120,6 @@ class _Call:
         self.changed = asyncio.Condition()
 
     async def run(self) -> list[list[Completion]]:
-        with_room = []
-        for i, request in enumerate(self.requests):
-            if request.seeds and room(request, self.sampling) > 0:
-                with_room.append(i)
-            else:
-                self.finish(i, [Completion(as_ids([]), np.zeros(0, np.float32), "length", self.version)] * len(request.seeds))
-        # Shorter prompts have longer to go; the longest tail should not begin last.
-        order = sorted(with_room, key=lambda i: len(self.requests[i].prompt_ids))
         connections = MAX_CONCURRENT * len(self.fleet.replicas)
         limits = httpx.Limits(max_connections=connections, keepalive_expiry=KEEP_ALIVE_SECONDS)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # `watch` decides how long an answer may take
@@ -131,17 +128,39 @@ class _Call:
             try:
                 with waits.on(self.described):
                     async with asyncio.TaskGroup() as tasks:
-                        for i in order:
-                            tasks.create_task(self.serve(client, i))
+                        self.begin(client, tasks, range(len(self.requests)))
+                        if self.feed:
+                            tasks.create_task(self.admit(client, tasks))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
             finally:
+                if self.feed:
+                    self.feed.close()  # a thread may wait for it
                 for watch in watches:
                     watch.cancel()
                 await asyncio.gather(*watches, *self.healing.values(), return_exceptions=True)
-        if with_room and len(self.refusals) == len(with_room):
+        if self.asked and len(self.refusals) == self.asked:
             raise VllmError(f"every request was refused, for instance: {self.refusals[0]}")
         return self.results
+
+    def begin(self, client: httpx.AsyncClient, tasks: asyncio.TaskGroup, numbers: Iterable[int]) -> None:
+        """Sends requests, the shortest prompts first: they have longer to go, and the longest tail should not begin last."""
+        for i in sorted(numbers, key=lambda i: len(self.requests[i].prompt_ids)):
+            request = self.requests[i]
+            if request.seeds and room(request, self.sampling) > 0:
+                self.asked += 1
+                tasks.create_task(self.serve(client, i))
+            else:
+                self.finish(i, [Completion(as_ids([]), np.zeros(0, np.float32), "length", self.version)] * len(request.seeds))
+
+    async def admit(self, client: httpx.AsyncClient, tasks: asyncio.TaskGroup) -> None:
+        """Sends what becomes ready while others are answered, until nothing can come any more."""
+        while further := await asyncio.to_thread(self.feed.take, True):
+            check_ids(further, self.sampling, self.engine.num_real_ids, self.engine.holes)
+            first = len(self.requests)
+            self.requests += further
+            self.results += [[] for _ in further]
+            self.begin(client, tasks, range(first, len(self.requests)))
 
     async def serve(self, client: httpx.AsyncClient, i: int) -> None:
         """One request, until it is answered."""

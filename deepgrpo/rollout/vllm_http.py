@@ -70,8 +70,10 @@ def generate_body(request: Request, sampling: Sampling, holes: Sequence[int], sa
         "stop_token_ids": list(sampling.stop_ids),
         "ignore_eos": True,
         "logprobs": 0,  # of the sampled token alone
-        "detokenize": False,
+        "detokenize": bool(sampling.stops),
     }
+    if sampling.stops:
+        parameters |= {"stop": list(sampling.stops.texts), "include_stop_str_in_output": True}
     if holes:
         parameters["logit_bias"] = {str(hole): MASKED for hole in holes}
     if sampling.temperature > 0:
@@ -91,7 +93,7 @@ def completions(
     choices = sorted(body.get("choices") or (), key=lambda choice: choice["index"])
     if [choice["index"] for choice in choices] != list(range(asked)):
         raise BadAnswer("incomplete", f"{len(choices)} samples came back, expected {asked}")
-    limits = room(request, sampling), sampling.stop_ids, bound, holes
+    limits = room(request, sampling), sampling, bound, holes
     found = [_completion(choice, version, *limits) for choice in choices]
     return found if asked == len(request.seeds) else found * len(request.seeds)
 

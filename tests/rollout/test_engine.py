@@ -44,10 +44,10 @@ WHOLE = {"ids": [5, 7, 3], "logps": [-0.5, -1.0, 0.0], "reason": "stop", "versio
 def test_the_door_of_every_engine(change, kind):
     arguments = WHOLE | change
     if not kind:
-        assert checked(**arguments, stop_ids=(3,), bound=90, holes=(60,)).ids.tolist() == arguments["ids"]
+        assert checked(**arguments, sampling=tiny.plain(stop_ids=(3,)), bound=90, holes=(60,)).ids.tolist() == arguments["ids"]
         return
     with pytest.raises(BadAnswer, match=kind):
-        checked(**arguments, stop_ids=(3,), bound=90, holes=(60,))
+        checked(**arguments, sampling=tiny.plain(stop_ids=(3,)), bound=90, holes=(60,))
 
 
 def test_holes_of_a_vocabulary_are_never_sampled_and_engines_and_learner_agree(tmp_path):

@@ -16,8 +16,14 @@ def decoded(tokens):
     return array, np.full(array.shape, -1.0, np.float32), counts
 
 
+def queued(requests, sampling):
+    scheduler = Scheduler(sampling)
+    assert scheduler.add(requests) == []
+    return scheduler
+
+
 def test_shorter_prompts_go_first_and_freed_slots_are_refilled():
-    scheduler = Scheduler(tiny.make_requests([9, 4], samples=2), tiny.plain(stop_ids=(1,)))
+    scheduler = queued(tiny.make_requests([9, 4], samples=2), tiny.plain(stop_ids=(1,)))
     scheduler.resize(3)
     assert [(slot, s.request, s.index) for slot, s in scheduler.refill()] == [(0, 1, 0), (1, 1, 1), (2, 0, 0)]
     ended = scheduler.record(*decoded([[5, 6], [7, 1], [8, 9]]))
@@ -29,7 +35,7 @@ def test_shorter_prompts_go_first_and_freed_slots_are_refilled():
 
 
 def test_shrinking_keeps_active_samples():
-    scheduler = Scheduler(tiny.make_requests([2], samples=4), tiny.plain(stop_ids=(1,)))
+    scheduler = queued(tiny.make_requests([2], samples=4), tiny.plain(stop_ids=(1,)))
     scheduler.resize(4)
     scheduler.refill()
     scheduler.record(*decoded([[1], [5], [1], [6]]))
@@ -38,16 +44,17 @@ def test_shrinking_keeps_active_samples():
 
 
 def test_a_stop_in_the_last_place_is_a_stop():
-    scheduler = Scheduler(tiny.make_requests([3], samples=2), tiny.plain(5, stop_ids=(1,)))
+    scheduler = queued(tiny.make_requests([3], samples=2), tiny.plain(5, stop_ids=(1,)))
     scheduler.resize(2)
     scheduler.refill()
     ended = scheduler.record(*decoded([[4, 1], [4, 4]]))
-    assert [s.completion(scheduler.stop_ids, 0, 100).finish_reason for s in ended] == ["stop", "length"]
+    assert [s.completion(scheduler.sampling, 0, 100).finish_reason for s in ended] == ["stop", "length"]
 
 
 def test_prompts_without_room_never_wait():
-    scheduler = Scheduler(tiny.make_requests([4, 5, 6], samples=1) + tiny.make_requests([1], max_tokens=0), tiny.plain(5))
-    assert [s.request for s in scheduler.without_room] == [1, 2, 3, 3, 3] and scheduler.unfinished == 1
+    scheduler = Scheduler(tiny.plain(5))
+    left = scheduler.add(tiny.make_requests([4, 5, 6], samples=1) + tiny.make_requests([1], max_tokens=0))
+    assert [s.request for s in left] == [1, 2, 3, 3, 3] and scheduler.unfinished == 1
 
 
 @pytest.mark.parametrize("length, expected", [(40, (64,)), (256, (64, 128, 192, 256)), (4096, (512, 1024, 2048, 3072, 4096))])

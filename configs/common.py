@@ -92,8 +92,17 @@ def get_config() -> ml_collections.ConfigDict:
     config.weights.route = "orbax"  # orbax (sharded; the learner may be on several hosts) | direct (learner on one host)
     config.weights.folder = ""  # of snapshots: fast, and shared with the servers' hosts; "": in memory, else in the run folder
 
-    config.loop = "reasoning"  # how a prompt becomes scored rollouts: reasoning | treerl (a baseline: loops/)
+    config.loop = "reasoning"  # how a prompt becomes scored rollouts: reasoning | agent (with tools) | treerl (a baseline)
     config.treerl = (6, 2, 1, 2)  # M trees a prompt, N forks in each of L rounds, T continuations a fork: M (1 + N L T) responses
+
+    config.agent = section()  # loop=agent: the student and an environment take turns (docs/agents.md)
+    config.agent.environment = ""  # lookup, or package.module:Class; a row's own agent_name goes before it
+    config.agent.max_turns = 8  # of the student
+    config.agent.turn_tokens = 0  # most tokens of one turn; 0: what the context leaves
+    config.agent.observation_tokens = 512  # of a longer observation the middle is left out
+    config.agent.tool_seconds = 20.0  # a call that takes longer costs its rollout the verdict
+    config.agent.tool_workers = 16  # calls at once
+    config.agent.rollout_seconds = 0.0  # a rollout that takes longer has no verdict; 0: no limit
 
     config.rewards = section()
     config.rewards.threshold = 0.0  # success: the task's own reward, without bonuses, is above it (types.Grade.succeeds)

@@ -30,12 +30,13 @@ from deepgrpo.curriculum import suffix_sft
 from deepgrpo.data import dataset as dataset_lib
 from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.endpoint.client import DEADLINE_SLACK
+from deepgrpo.environments.base import agent_metrics, open_environments
 from deepgrpo.learner import distributed, report, sharding
 from deepgrpo.learner.distributed import Stop
 from deepgrpo.learner.learner import Learner, PendingUpdate
 from deepgrpo.learner.minibatch import least_prompts, step_rows
 from deepgrpo.learner.training_rows import Idle, find_continuations, training_rows
-from deepgrpo.loops import reasoning, treerl
+from deepgrpo.loops import agent, reasoning, treerl
 from deepgrpo.loops.ahead import Rollouts
 from deepgrpo.loops.base import RolloutContext, with_sampling
 from deepgrpo.model.config import ModelConfig
@@ -58,7 +59,11 @@ from deepgrpo.weights.engines import open_engine, storing
 
 log = logging.getLogger("deepgrpo.train")  # by its name: __name__ is __main__ here
 
-LOOPS = {"reasoning": lambda config: reasoning.run, "treerl": lambda config: functools.partial(treerl.run, config.treerl)}
+LOOPS = {
+    "reasoning": lambda config, environments: reasoning.run,
+    "agent": lambda config, environments: functools.partial(agent.run, environments, config.agent),
+    "treerl": lambda config, environments: functools.partial(treerl.run, config.treerl),
+}
 GRADING_PATIENCE = 20  # deadlines of one answer that a whole batch may still wait for verdicts after its last rollout
 
 
@@ -97,6 +102,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     problems, held_out, choosing = (dataset_lib.load_sets(data, key, tokenizer) for key in ("train", "validation", "selection"))
     sources = {problem.data_source for problem in problems + held_out + choosing}
     grading = open_grading(config, stack, sources, run / "judge")
+    environments = open_environments(config, problems + held_out + choosing, stack) if config.loop == "agent" else {}
     dataset_lib.refuse_overlap(problems, held_out, choosing, data.allow_overlap)
     dataset = dataset_lib.Dataset(problems, data.batch_size, config.seed)
     curriculum = curriculum_lib.create(config) if first else None  # before the model: it may refuse what it is given
@@ -144,6 +150,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
             tokenizer=tokenizer_lib.load_tokenizer(config.model.path, began),  # of its own: it works in another thread
             stop_ids=stop_ids,
             folder=run / "teacher",
+            environments=environments,
         )
 
     ################################################################################################################
@@ -161,7 +168,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     stack.callback(metrics_file.close)
     state_dump = dumps.StateDump(tokenizer.decode, stop_ids, config.rewards.threshold)
     diagnostics = Diagnostics(config, run, curriculum, learner, state_dump, problems, teacher, step)
-    loop = diagnostics.timed(LOOPS[config.loop](config))
+    loop = diagnostics.timed(LOOPS[config.loop](config, environments))
     teacher.start()  # only now: it takes work at once
     stack.callback(teacher.stop)
     rollout = config.rollout
@@ -271,7 +278,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
         metrics |= statistics.group_statistics(batch.groups, config.rewards.threshold) | part_means(batch.groups)
         metrics |= reached | row_metrics | batch.metrics | curriculum.metrics() | sft_metrics
         metrics |= teacher.metrics() | grading.metrics() | engine.metrics() | timer.metrics()
-        metrics |= diagnostics.metrics(rows, metrics, step)
+        metrics |= diagnostics.metrics(rows, metrics, step) | agent_metrics(batch.groups)
         pending_log = (step, metrics, update)
         if not rollouts.pending:
             metrics, pending_log = write_log(*pending_log), None

@@ -27,6 +27,31 @@ def as_ids(ids: Sequence[int] | np.ndarray) -> Ids:
     return array
 
 
+# Who wrote what: curricula and the teacher keep ids in which a token that an environment wrote is *marked*: stored as its
+# complement, which is negative. So that goes with the ids through every slice, pool and file. Engine and network see plain ids.
+
+
+def marked(ids: Ids, observed: np.ndarray | None) -> Ids:
+    """int32[len]: `ids`, those that are `observed` (bool[len]) marked."""
+    return ids if observed is None else _read_only(np.where(observed, ~ids, ids))
+
+
+def plain(ids: Ids) -> Ids:
+    """int32[len]: the ids without marks."""
+    return _read_only(np.where(ids < 0, ~ids, ids)) if len(ids) and ids.min() < 0 else ids
+
+
+def marks(ids: Ids) -> np.ndarray | None:
+    """bool[len]: which of the ids are marked; None: none is."""
+    return ids < 0 if len(ids) and ids.min() < 0 else None
+
+
+def _read_only(ids: np.ndarray) -> Ids:
+    ids = ids.astype(np.int32)
+    ids.flags.writeable = False
+    return ids
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
     """One row of a data set, templated and tokenised once.
@@ -59,6 +84,7 @@ class Prompt:
     group_id: unique within a step, a pure function of (step, position).
     node: the curriculum's own handle of an injected state (opaque to everyone else); None for a dataset prompt.
     stream: "main", or "branch" for continuations that the objective weighs apart (objective.branch_lambda).
+    observed: bool[locked], tokens of the locked prefix that an environment wrote; None: none.
     """
 
     ids: Ids
@@ -67,11 +93,19 @@ class Prompt:
     group_id: str
     node: Any = None
     stream: str = "main"
+    observed: np.ndarray | None = None
 
     @property
     def locked(self) -> int:
         """Number of trailing ids that are a locked prefix (0 for a dataset prompt)."""
         return len(self.ids) - len(self.problem.prompt_ids)
+
+    @property
+    def marked_ids(self) -> Ids:
+        """int32[len]: the ids, with marks (see `marked`)."""
+        if self.observed is None:
+            return self.ids
+        return marked(self.ids, np.concatenate([np.zeros(len(self.problem.prompt_ids), bool), self.observed]))
 
     @property
     def injected(self) -> bool:
@@ -100,7 +134,13 @@ class Completion:
         """Number of tokens that the student sampled."""
         return len(self.ids) - (0 if self.observed is None else int(self.observed.sum()))
 
+    @property
+    def marked_ids(self) -> Ids:
+        """int32[len]: the ids, with marks (see `marked`)."""
+        return marked(self.ids, self.observed)
 
+
+REPLAY_MISMATCH = "replay_mismatch"  # reason of a grade: the environment could not be brought to the state that was to go on
 TASK = "task"  # the part of a grade that the task itself gives, beside bonuses
 
 

@@ -1,15 +1,16 @@
-"""Makes the student of the carry-chain demo: a small Qwen2 that knows the task and is then taught to be sloppy.
+"""Makes the student of a demo: a small Qwen2 that knows the task and is then taught to be sloppy.
 
     python -m deepgrpo.warm_start --config=configs/carry_chain.py
 
-Two phases of supervised training from scratch, on text from the task's generator. The first, on clean solutions, teaches the
-algorithm. The second, short, on solutions that forget carries, hides it: a carry is then right with a small probability, a whole
-chain never. Sloppy text alone would not do: a student that never learnt when to carry has nothing that reinforcement could bring
-out. The recipe is `warm_start()` in the experiment's file; its hash names the folder, so a student is made once and a changed
-recipe makes another one.
+Two phases of supervised training from scratch, on text from the task's generator (`data.carry_chain`, `data.lookup_chain`). The
+first, on clean solutions, teaches the algorithm. The second, short, on solutions that forget carries or look-ups, hides it: such
+a step is then right with a small probability, a whole chain never. Sloppy text alone would not do: a student that never learnt
+when to carry has nothing that reinforcement could bring out. The recipe is `warm_start()` in the experiment's file; its hash
+names the folder, so a student is made once and a changed recipe makes another one.
 """
 
 import functools
+import importlib
 import json
 import pathlib
 import runpy
@@ -27,7 +28,7 @@ from optax import contrib
 from deepgrpo import config as config_lib
 from deepgrpo.config import flags
 from deepgrpo.config.streams import tool
-from deepgrpo.data import carry_chain, templates
+from deepgrpo.data import templates
 from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import Transformer
@@ -50,7 +51,7 @@ def main(config, line) -> None:
     recipe = make_recipe().to_dict()
     if (folder / RECORD).is_file():
         record = json.loads((folder / RECORD).read_text())
-        if record["fingerprint"] != carry_chain.fingerprint(recipe):
+        if record["fingerprint"] != task_of(recipe).fingerprint(recipe):
             raise config_lib.ConfigError(
                 f"{folder} holds a student of another recipe than that of {path}: remove it, or set another --config.model.path"
             )
@@ -66,24 +67,29 @@ def main(config, line) -> None:
     print(f"warm start: {time.monotonic() - began:.0f} s -> {folder}\n{report(ability)}")
 
 
+def task_of(recipe: Mapping[str, Any]) -> Any:
+    """The module of the task that a recipe's student learns."""
+    return importlib.import_module(f"deepgrpo.data.{recipe.get('task', 'carry_chain')}")
+
+
 def make_student(recipe: Mapping[str, Any], folder: pathlib.Path, log: Callable[[str], None] = print) -> dict[str, float]:
     """Trains a student and writes its Hugging Face folder, which appears at once and complete; returns `measure`'s result.
 
     Raises:
       RuntimeError: after the clean phase it cannot do the task well enough to hide anything.
     """
-    config = model_config(recipe)
+    task, config = task_of(recipe), model_config(recipe)
     model = Transformer(config, dtype=jnp.float32, unroll=config.num_layers)
     with tempfile.TemporaryDirectory() as tokenizer_folder:
-        carry_chain.build_tokenizer(tokenizer_folder)
+        task.build_tokenizer(tokenizer_folder)
         tokenizer = tokenizer_lib.load_tokenizer(tokenizer_folder)
         one = jnp.zeros((1, 1), jnp.int32)
         params = model.init(jax.random.key(recipe["seed"]), one, one, one + 1)["params"]
-        update = make_update(model, prompt_length(tokenizer), recipe)
+        update = make_update(model, prompt_length(task, tokenizer), recipe)
         for number, phase in enumerate(("clean", "sloppy")):
             tokens = corpus(recipe, phase, np.random.default_rng((recipe["seed"], number)), tokenizer)
             params = train(update, params, tokens, recipe[phase]["lr"], lambda text, phase=phase: log(f"{phase} {text}"))
-            ability = measure(model, params, tokenizer)
+            ability = measure(task, model, params, tokenizer)
             if phase == "clean" and ability["chain_greedy"] < recipe["required_clean"]:
                 raise RuntimeError(
                     f"the clean phase ended with {ability['chain_greedy']:.3f} of the held-out chains right, the recipe requires "
@@ -91,16 +97,16 @@ def make_student(recipe: Mapping[str, Any], folder: pathlib.Path, log: Callable[
                 )
         with files.new_folder(folder) as temporary:
             hf.save(params, config, temporary, jnp.float32, tokenizer_from=tokenizer_folder)
-            record = {"fingerprint": carry_chain.fingerprint(recipe), "recipe": recipe, "ability": ability}
+            record = {"fingerprint": task.fingerprint(recipe), "recipe": recipe, "ability": ability}
             (temporary / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-            check_tokenizer(temporary, tokenizer)
+            check_tokenizer(task, temporary, tokenizer)
     return ability
 
 
 def model_config(recipe: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         model_type="qwen2",
-        vocab_size=carry_chain.EMBEDDING_ROWS,
+        vocab_size=task_of(recipe).EMBEDDING_ROWS,
         rope_theta=10000.0,
         rms_norm_eps=1e-6,
         tie_embeddings=True,
@@ -114,32 +120,33 @@ def model_config(recipe: Mapping[str, Any]) -> ModelConfig:
 #### Text
 
 
-def prompt_length(tokenizer: tokenizer_lib.Tokenizer) -> int:
+def prompt_length(task: Any, tokenizer: tokenizer_lib.Tokenizer) -> int:
     """Every prompt of the task is so many tokens long."""
-    return len(templates.chat(next(carry_chain.questions("train", seed=0)), tokenizer))
+    return len(templates.chat(next(task.questions("train", seed=0)), tokenizer))
 
 
-def encode(questions: list[str], answers: list[str], tokenizer: tokenizer_lib.Tokenizer) -> np.ndarray:
+def encode(task: Any, questions: list[str], answers: list[str], tokenizer: tokenizer_lib.Tokenizer) -> np.ndarray:
     """int32[n, T + 1]: prompts as training will see them, then answers and the end of the turn. All are of one length."""
     frame = tokenizer.apply_chat_template(
         [{"role": "user", "content": "QUESTION"}], tokenize=False, add_generation_prompt=True
     )  # once: rendering a template costs more than all the rest
-    texts = [frame.replace("QUESTION", q) + a + carry_chain.END for q, a in zip(questions, answers, strict=True)]
+    texts = [frame.replace("QUESTION", q) + a + task.END for q, a in zip(questions, answers, strict=True)]
     return np.array(tokenizer(texts)["input_ids"], np.int32)
 
 
 def corpus(recipe: Mapping[str, Any], phase: str, rng: np.random.Generator, tokenizer: tokenizer_lib.Tokenizer) -> np.ndarray:
     """int32[steps, B, T + 1]: what a phase trains on, each row once."""
     steps, rows, forget = recipe[phase]["steps"], recipe["batch_size"], recipe[phase]["forget"]
-    stream = carry_chain.questions("train", seed=int(rng.integers(2**31)))
+    task = task_of(recipe)
+    stream = task.questions("train", seed=int(rng.integers(2**31)))
     questions = [next(stream) for _ in range(steps * rows)]
-    tokens = encode(questions, [carry_chain.sloppy_solution(q, forget, rng) for q in questions], tokenizer)
+    tokens = encode(task, questions, [task.sloppy_solution(q, forget, rng) for q in questions], tokenizer)
     return tokens.reshape(steps, rows, -1)
 
 
-def check_tokenizer(folder: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer) -> None:
+def check_tokenizer(task: Any, folder: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer) -> None:
     """Raises RuntimeError if lying beside the model changed the tokenizer: a model type brings rules of its own."""
-    text = "".join(carry_chain.VOCABULARY)
+    text = "".join(task.VOCABULARY)
     found, expected = tokenizer_lib.load_tokenizer(str(folder))(text)["input_ids"], tokenizer(text)["input_ids"]
     if found != expected:
         raise RuntimeError(f"beside the model the tokenizer encodes {text!r} as {found}, in training it was {expected}")
@@ -169,11 +176,12 @@ def make_optimizer(recipe: Mapping[str, Any]) -> optax.GradientTransformation:
 
 def make_update(model: Transformer, prompt: int, recipe: Mapping[str, Any]) -> Callable:
     """Returns (params, optimizer state | None, tokens int32[n, B, T + 1], lr float32[n]) -> (params, state, losses), compiled."""
-    optimizer = make_optimizer(recipe)
+    optimizer, observed = make_optimizer(recipe), getattr(task_of(recipe), "observed", None)
 
     def loss(params, tokens):
         logps = response_logps(model, params, tokens, prompt)
-        return -jnp.take_along_axis(logps, tokens[:, prompt:, None], -1).mean()
+        learned = None if observed is None else ~observed(tokens[:, prompt:])[..., None]
+        return -jnp.take_along_axis(logps, tokens[:, prompt:, None], -1).mean(where=learned)
 
     def step(carry, batch):
         params, state = carry
@@ -212,30 +220,37 @@ def train(update: Callable, params: dict, tokens: np.ndarray, peak: float, log: 
 #### What the student can do
 
 
-def measure(model: Transformer, params: dict, tokenizer: tokenizer_lib.Tokenizer) -> dict[str, float]:
+def measure(task: Any, model: Transformer, params: dict, tokenizer: tokenizer_lib.Tokenizer) -> dict[str, float]:
     """Teacher-forced on held-out solutions: how a step comes out after a right prefix, and how a whole chain does.
 
-    At temperature 1 these are exact probabilities, not counts: a chain's is the product of its tokens'.
+    At temperature 1 these are exact probabilities, not counts: a chain's is the product of its tokens', without those that an
+    environment writes.
 
     Returns:
-      {carry | other | chain}_{sampled | greedy}: share of the steps that carry, of the other steps, and of the whole chains.
+      {hard | other | chain}_{sampled | greedy}: share of the steps that the sloppy text gets wrong (`hard_steps` of the task), of
+      the other steps, and of the whole chains; 0 where there are none.
     """
-    questions = [row["question"] for row in carry_chain.problems("heldout", MEASURED)]
-    tokens = encode(questions, [carry_chain.solution(q) for q in questions], tokenizer)
-    prompt, steps = prompt_length(tokenizer), carry_chain.STEPS
+    questions = [row["question"] for row in task.problems("heldout", MEASURED)]
+    tokens = encode(task, questions, [task.solution(q) for q in questions], tokenizer)
+    prompt, steps = prompt_length(task, tokenizer), task.STEPS
     logps = np.asarray(jax.jit(functools.partial(response_logps, model, prompt=prompt))(params, jnp.asarray(tokens)))
     wanted = tokens[:, prompt:]  # [n, R]
-    line = len(carry_chain.solution(questions[0]).partition("\n")[0]) + 1  # tokens a step: one a character
-    sampled = np.take_along_axis(logps, wanted[..., None], -1)[..., 0].astype(np.float64)
-    greedy = logps.argmax(-1) == wanted
+    line = len(task.solution(questions[0]).partition("\n")[0]) + 1  # tokens a step: one a character
+    observed = task.observed(wanted) if hasattr(task, "observed") else np.zeros(wanted.shape, bool)
+    sampled = np.where(observed, 0.0, np.take_along_axis(logps, wanted[..., None], -1)[..., 0].astype(np.float64))
+    greedy = (logps.argmax(-1) == wanted) | observed
     per_step = np.exp(sampled[:, : steps * line].reshape(-1, steps, line).sum(-1))
     per_step_greedy = greedy[:, : steps * line].reshape(-1, steps, line).all(-1)
-    carries = np.array([carry_chain.carries(q) for q in questions])
+    hard = np.array([task.hard_steps(q) for q in questions])
+
+    def mean(values: np.ndarray) -> float:
+        return float(values.mean()) if values.size else 0.0
+
     return {
-        "carry_sampled": float(per_step[carries].mean()),
-        "carry_greedy": float(per_step_greedy[carries].mean()),
-        "other_sampled": float(per_step[~carries].mean()),
-        "other_greedy": float(per_step_greedy[~carries].mean()),
+        "hard_sampled": mean(per_step[hard]),
+        "hard_greedy": mean(per_step_greedy[hard]),
+        "other_sampled": mean(per_step[~hard]),
+        "other_greedy": mean(per_step_greedy[~hard]),
         "chain_sampled": float(np.exp(sampled.sum(-1)).mean()),
         "chain_greedy": float(greedy.all(-1).mean()),
     }
@@ -246,7 +261,7 @@ def report(ability: Mapping[str, float]) -> str:
         return f"  {name:<31} {ability[f'{kind}_sampled']:>9.2g}   {ability[f'{kind}_greedy']:>6.2g}"
 
     head = f"  {'right after a right prefix':<31} {'sampled':>9}   {'greedy':>6}"
-    return "\n".join([head, row("steps that carry", "carry"), row("other steps", "other"), row("whole chains", "chain")])
+    return "\n".join([head, row("hard steps", "hard"), row("other steps", "other"), row("whole chains", "chain")])
 
 
 if __name__ == "__main__":

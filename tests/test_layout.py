@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "deepgrpo").rglob("*.py"))
 FLOORS = {  # room or file: floor; what is not named here is an entry point, on the top floor
     **dict.fromkeys(("types", "model", "endpoint", "config"), 1),
-    **dict.fromkeys(("curriculum", "rollout", "rewards", "learner", "data", "telemetry"), 2),
+    **dict.fromkeys(("curriculum", "rollout", "rewards", "learner", "data", "telemetry", "environments"), 2),
     **dict.fromkeys(("loops", "teacher", "weights", "preflight"), 3),
 }
 TOP = 4

@@ -16,7 +16,7 @@ import numpy as np
 
 from deepgrpo.curriculum import saved as files
 from deepgrpo.curriculum.saved import Saved
-from deepgrpo.types import Group, Ids, Problem, Prompt, Rollout, as_ids
+from deepgrpo.types import Group, Ids, Problem, Prompt, Rollout, as_ids, marked, marks, plain
 
 NEVER = -1  # a step at which nothing happened yet
 MAX_EVENTS_PER_STATE = 8  # newest failures that wait for the teacher, of one state; strict_reference: no bound
@@ -30,7 +30,7 @@ Judged = tuple[Group, int, int]  # a group with a verdict, its successes, its ro
 class State:
     """A state to roll out: original prompt ids followed by a locked prefix.
 
-    ids: int32[len]. node: the curriculum's handle, handed back in `Prompt.node` by `observe`.
+    ids: int32[len], perhaps with marks (types.marked). node: the curriculum's handle, handed back in `Prompt.node` by `observe`.
     n: rollouts to make; None: curriculum.rollout_n. stream: see `types.Prompt`.
     """
 
@@ -47,7 +47,7 @@ class Failure:
 
     failure_id: the curriculum's handle, handed back to `resolve`.
     state_ids: int32[len], the state that the rollout started from (prompt and locked prefix).
-    response_ids: int32[len], what the student sampled.
+    response_ids: int32[len], what the student sampled. Both perhaps with marks (types.marked).
     step: the step that produced it.
     """
 
@@ -308,10 +308,11 @@ def tree_key(prompt_ids: Ids) -> bytes:
 
 
 def frozen_ids(ids: np.ndarray) -> Ids:
-    """Returns ids that can be kept by reference: int32, read-only, and no view that would keep a larger buffer alive."""
+    """Returns ids, perhaps with marks, that can be kept by reference: int32, read-only, and no view of a larger buffer."""
     if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.base is None and not ids.flags.writeable:
         return ids
-    return as_ids(ids)
+    ids = np.asarray(ids, np.int32)
+    return marked(as_ids(plain(ids)), marks(ids))
 
 
 #### Random choices

@@ -70,7 +70,7 @@ class Branches(Curriculum):
             for j, rollout in enumerate(group.rollouts):
                 if rollout.reward is None or (self.only_failures and rollout.grade.succeeds(self.threshold)):
                     continue
-                response = rollout.completion.ids
+                response = rollout.completion.marked_ids
                 segments = self.partition.segments(response)
                 open_to = candidates(len(group.prompt.ids), segments, self.max_model_len, min_index=self.min_index)
                 random = np.random.default_rng((self.seed, step, PIVOTS, i, j))

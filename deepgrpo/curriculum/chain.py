@@ -132,7 +132,7 @@ class ChainPool(Curriculum):
         return base.injection_metrics(groups, judged) | base.named("chain_pool", metrics)
 
     def _responses(self, group: Group) -> list[Ids]:
-        return [rollout.completion.ids for rollout in self.to_teacher(group)]
+        return [rollout.completion.marked_ids for rollout in self.to_teacher(group)]
 
     def start_chain(self, problem: Problem, failed: Sequence[Ids], step: int) -> bool:
         """Takes in a dataset group that failed as a whole; returns whether that started a chain. Called under the lock."""

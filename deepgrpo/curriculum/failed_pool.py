@@ -233,7 +233,10 @@ class QueuedCurriculum(Curriculum, abc.ABC):
 
     def failures_of(self, group: Group) -> list[FailedRollout]:
         prompt = group.prompt
-        return [FailedRollout(prompt.problem, prompt.group_id, prompt.ids, r.completion.ids) for r in self.to_teacher(group)]
+        return [
+            FailedRollout(prompt.problem, prompt.group_id, prompt.marked_ids, r.completion.marked_ids)
+            for r in self.to_teacher(group)
+        ]
 
     def dispatch(self, max_items: int, step: int) -> list[Failure]:
         with self.lock:

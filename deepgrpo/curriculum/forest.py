@@ -22,7 +22,7 @@ from deepgrpo.config.folders import vocabulary_of_model, write_vocabulary
 from deepgrpo.curriculum import base, forest_index, forest_state
 from deepgrpo.curriculum.base import NEVER, Correction, Curriculum, Failure, Judged, State
 from deepgrpo.curriculum.forest_index import ROLLOUT, SFT, TEACHER, Counters, Event, Index, Node, Origin, Tree, same_ids
-from deepgrpo.types import Group, Ids, Problem
+from deepgrpo.types import REPLAY_MISMATCH, Group, Ids, Problem
 
 MOST_IN_FLIGHT = 2  # failures of a tree that the teacher works on at once: a first answer may well serve its siblings
 
@@ -88,6 +88,7 @@ class Forest(Curriculum):
         failure is left out and counted: nothing is mastered on what is not known.
         """
         base.check_step(step)
+        self._retire_lost(groups)
         judged = self.judged(groups, failing=True)
         nodes, roots = collections.Counter(), collections.Counter()
         for group, k_succ, k_total in judged:
@@ -114,8 +115,15 @@ class Forest(Curriculum):
         metrics["forest_pool/trees_cleaned_pre_sample"] = float(self._cleaned_before_sampling)
         return metrics | self.event_ages(step) | base.injection_metrics(groups, judged)
 
+    def _retire_lost(self, groups: Sequence[Group]) -> None:
+        """Retires the states that their environment could not be brought back to."""
+        lost = [g.prompt.node for g in groups if g.prompt.injected and any(r.grade.reason == REPLAY_MISMATCH for r in g.rollouts)]
+        with self.lock:
+            for node in filter(None, map(self.index.nodes.get, lost)):
+                self.index.change(self.index.tree_of(node), node, active=False)
+
     def _responses(self, group: Group) -> list[Ids]:
-        return [rollout.completion.ids for rollout in self.to_teacher(group)]
+        return [rollout.completion.marked_ids for rollout in self.to_teacher(group)]
 
     def _root_groups(self, judged: Sequence[Judged]) -> list[list[Any]]:
         """Merges the dataset groups by their prompt, in order of first appearance: [problem, k_succ, k_total, responses for the
@@ -321,9 +329,8 @@ class Forest(Curriculum):
         state_ids, origin = None, None
         if correction is not None:  # what cannot be taken in raises here, while the event is still known
             state_ids = base.frozen_ids(np.concatenate([failure.state_ids, correction.prefix_ids]))
-            suffixes = (
-                base.frozen_ids(() if ids is None else ids) for ids in (correction.failed_suffix_ids, correction.suffix_ids)
-            )
+            texts = correction.failed_suffix_ids, correction.suffix_ids
+            suffixes = (base.frozen_ids(() if ids is None else ids) for ids in texts)
             origin = Origin(failure.failure_id, failure.step, failure.response_ids, *suffixes, correction.reward)
         with self.lock:
             event = self.index.events.get(failure.failure_id)
@@ -406,11 +413,7 @@ class Forest(Curriculum):
             return self._sft_candidate(node) is not None
 
     def ready_counts(self, max_nodes_per_tree: int | None = None) -> dict[str, int]:
-        """Returns `sft_trees`, `sft_nodes` (at most the cap counted of a tree) and `rollout_trees`.
-
-        Raises:
-          ValueError: the cap is given and not positive.
-        """
+        """Returns `sft_trees`, `sft_nodes` (at most the cap counted of a tree, which must be positive) and `rollout_trees`."""
         if max_nodes_per_tree is not None and max_nodes_per_tree <= 0:
             raise ValueError(f"max_nodes_per_tree must be positive or None, got {max_nodes_per_tree}")
         with self.lock:

@@ -16,7 +16,7 @@ from rich.tree import Tree as Branch
 from deepgrpo.curriculum.forest_index import Node, Tree
 from deepgrpo.curriculum.forest_state import SavedForest
 from deepgrpo.curriculum.forest_tools import last_step
-from deepgrpo.types import Ids
+from deepgrpo.types import Ids, plain
 
 CUT = "✂"
 _CONTEXT = 4  # tokens decoded before a piece: some decoders drop a text's leading space, and characters may span tokens
@@ -44,12 +44,12 @@ def decoder(model: pathlib.Path) -> Decode:
 
 def texts_after(pieces: Sequence[tuple[Ids, Ids]], decode: Decode) -> list[str]:
     """The text of each (context, ids) that `ids` add behind their context."""
-    contexts = [context[-_CONTEXT:].tolist() for context, _ in pieces]
-    wholes = [context + ids.tolist() for context, (_, ids) in zip(contexts, pieces, strict=True)]
+    contexts = [plain(context[-_CONTEXT:]).tolist() for context, _ in pieces]
+    wholes = [context + plain(ids).tolist() for context, (_, ids) in zip(contexts, pieces, strict=True)]
     found = []
     for (_, ids), head, whole in zip(pieces, decode(contexts), decode(wholes), strict=True):
         # A character that is cut in the middle shows as a mark of its own in the head: then the piece is decoded by itself.
-        found.append(whole[len(head) :] if whole.startswith(head) else decode([ids.tolist()])[0])
+        found.append(whole[len(head) :] if whole.startswith(head) else decode([plain(ids).tolist()])[0])
     return found
 
 

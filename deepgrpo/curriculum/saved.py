@@ -162,7 +162,7 @@ def read_saved(folder: str, name: str, record: type) -> Saved:
             if kind is Problem:
                 values[key] = [problems[place] for place in _checked(columns[key], np.int64, 0, len(problems)).tolist()]
             elif kind is Ids:
-                values[key] = _split(_checked(columns[key], np.int32, 0), columns[f"{key}_offsets"])
+                values[key] = _split(_checked(columns[key], np.int32), columns[f"{key}_offsets"])  # marks are negative
             elif kind in NUMBERS:
                 values[key] = _checked(columns[key], NUMBERS[kind]).tolist()
                 if kind in NONE:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from deepgrpo.data import carry_chain, cells, repair, tables, templates
+from deepgrpo.data import carry_chain, cells, lookup_chain, repair, tables, templates
 from deepgrpo.data.cells import KEY, LINE, PLAIN, TEXT, DataError, Kind, Maybe, refuse, scalar
 from deepgrpo.data.contamination import overlap
 from deepgrpo.data.tokenizer import Tokenizer
@@ -177,6 +177,12 @@ def carry_chains(argument: str) -> list[Row]:
     return _generated(carry_chain.problems(split, *count))
 
 
+def lookup_chains(argument: str) -> list[Row]:
+    """`SPLIT:COUNT` generated problems."""
+    split, count = _split_and_numbers("lookup_chain", argument, "SPLIT:COUNT", 1)
+    return _generated(lookup_chain.problems(split, *count))
+
+
 def sums(argument: str) -> list[Row]:
     """`SPLIT:COUNT` or `SPLIT:COUNT:DIGITS` generated sums of three numbers."""
     split, numbers = _split_and_numbers("arithmetic", argument, "SPLIT:COUNT or SPLIT:COUNT:DIGITS", 2)
@@ -204,6 +210,7 @@ READERS: dict[str, Callable[[str], list[Row]]] = {
     "deepscaler": boxed("DeepScaleR"),
     "verl": verl,
     "carry_chain": carry_chains,
+    "lookup_chain": lookup_chains,
     "arithmetic": sums,
 }
 

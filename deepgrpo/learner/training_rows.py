@@ -30,7 +30,7 @@ from deepgrpo.learner.rows import (
     tree_metrics,
     whiten_rows,
 )
-from deepgrpo.types import Group, Ids
+from deepgrpo.types import Group, Ids, marks, plain
 
 # What can become of an injected group. `no_teacher_loss`: the null arm, where a row would carry no gradient.
 SKIPS = ("missing_suffix_skipped", "no_student_rows_skipped", "missing_reward_skipped", "low_reward_teacher_skipped")
@@ -250,8 +250,9 @@ def suffix_row(state_ids: Ids, suffix_ids: Ids, reward: float | None, stop_ids: 
 
 def _row(prompt_ids: Ids, response_ids: Ids, coef: float, name: str, reward: float) -> Row:
     return Row(
-        prompt_ids=prompt_ids,
-        response_ids=response_ids,
+        prompt_ids=plain(prompt_ids),
+        response_ids=plain(response_ids),
+        scored=None if marks(response_ids) is None else response_ids >= 0,
         advantage=0.0,
         source=TEACHER,
         teacher_coef=coef,

@@ -15,7 +15,7 @@ import ml_collections
 from deepgrpo.curriculum.base import Curriculum
 from deepgrpo.data.dataset import Dataset
 from deepgrpo.loops.base import Loop, RolloutContext
-from deepgrpo.types import Group, Problem, Prompt
+from deepgrpo.types import Group, Problem, Prompt, marks, plain
 
 CONTRAST = 1e-8  # rewards closer than this are the same
 
@@ -113,7 +113,8 @@ class Rollouts:
         prompts = dataset_prompts(self._dataset.next(size - replaced), n, step)
         for i, s in enumerate(states):
             size_of_group = s.n if s.n is not None else keys.rollout_n or n
-            prompts.append(Prompt(s.ids, s.problem, size_of_group, f"{step}:state:{i}", s.node, s.stream))
+            observed = marks(s.ids[len(s.problem.prompt_ids) :])
+            prompts.append(Prompt(plain(s.ids), s.problem, size_of_group, f"{step}:state:{i}", s.node, s.stream, observed))
         return self._diagnostics.with_pairs(prompts, step)
 
     def _roll_out(self, context: RolloutContext, prompts: list[Prompt], step: int) -> StepGroups:

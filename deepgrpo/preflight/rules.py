@@ -16,10 +16,15 @@ from deepgrpo import curriculum as pools
 from deepgrpo.config import flags
 from deepgrpo.config.errors import ConfigError, Finding
 from deepgrpo.config.flags import CommandLine, flatten, load_schema
+from deepgrpo.environments.base import environment_class
 from deepgrpo.preflight.values import inside, wrong
 
 ORACLE = "oracle"  # teacher.base_url that stands for the rule-based teacher, served for the length of the run
-STEP_CHECKED = ("carry_chain", "arithmetic")  # data sets whose grader reports how much of a wrong answer was right
+STEP_CHECKED = (
+    "carry_chain",
+    "lookup_chain",
+    "arithmetic",
+)  # data sets whose grader reports how much of a wrong answer was right
 VLLM_TEMPERATURES = "[0.01, 2]"  # above it refuses; anything between 0 and 0.01 it silently takes for 0.01
 
 
@@ -67,6 +72,8 @@ def rules(c: config_dict.ConfigDict) -> Iterator[str]:
         yield from vllm_rules(c)
     if c.loop == "treerl":
         yield from treerl_rules(c)
+    if c.loop == "agent":
+        yield from agent_rules(c)
     if c.judge.base_url:
         yield from endpoint_rules("judge", c.judge)
     if pool_of(c).branches:
@@ -238,6 +245,25 @@ def vllm_rules(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "the GPUs that are visible would be shared by vllm.servers; name each one's with vllm.gpu_ids"
 
 
+def agent_rules(c: config_dict.ConfigDict) -> Iterator[str]:
+    if pools.pool_class(c.curriculum.pool).branches:
+        yield "loop=agent has no branches inside a conversation; set curriculum.pool to none, forest, chain or flat"
+    if c.curriculum.cut != "teacher":
+        yield "loop=agent: a state ends where student and teacher part; set curriculum.cut=teacher"
+    if c.diagnostics.recover_every:
+        yield "loop=agent: answers are not branched everywhere; set diagnostics.recover_every=0"
+    if c.agent.environment:
+        try:
+            replay = environment_class(c.agent.environment).replay
+        except ValueError as error:
+            yield str(error)
+        else:
+            if replay != "pure" and c.curriculum.pool not in ("none", "forest"):
+                yield "agent.environment has states that may be lost; only the forest retires these, set curriculum.pool=forest"
+    if c.agent.turn_tokens + c.agent.observation_tokens >= c.rollout.max_model_len:
+        yield "agent.turn_tokens and agent.observation_tokens leave a prompt no room; raise rollout.max_model_len"
+
+
 def treerl_rules(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.curriculum.pool != "none":
         yield "loop=treerl grows trees from the data set's prompts; set curriculum.pool=none"
@@ -282,7 +308,8 @@ def curriculum_rules(c: config_dict.ConfigDict) -> Iterator[str]:
     if pool.asks_teacher and c.data.max_prompt_length >= room:
         yield "data.max_prompt_length and curriculum.min_remaining_tokens leave no room; raise rollout.max_model_len"
     if curriculum.failures != "all" and not all(name.partition(":")[0] in STEP_CHECKED for name in c.data.train):
-        yield "longest_prefix needs data.train whose grader checks steps (carry_chain, arithmetic); set curriculum.failures=all"
+        known = ", ".join(STEP_CHECKED)
+        yield f"longest_prefix needs data.train whose grader checks steps ({known}); set curriculum.failures=all"
     if curriculum.cut != "teacher" and o.teacher_loss != "null":
         yield "other cuts leave no teacher suffix; set objective.teacher_loss=null, or curriculum.cut=teacher"
     if curriculum.suffix_sft != "off" and curriculum.pool != "forest":
@@ -331,6 +358,7 @@ def unused(c: config_dict.ConfigDict) -> Iterator[tuple[bool, str, str]]:
     o, teacher = c.objective, c.teacher
     yield c.rollout.engine != "vllm", "rollout.engine=vllm", "vllm. weights."
     yield c.loop != "treerl", "loop=treerl", "treerl"
+    yield c.loop != "agent", "loop=agent", "agent."
     yield c.loop == "treerl", "loop=reasoning (treerl decides)", "rollout.n"
     yield not c.judge.base_url, "judge.base_url", "judge."
     yield o.teacher_loss != "luffy", "objective.teacher_loss=luffy", "objective.luffy_gamma"

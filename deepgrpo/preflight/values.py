@@ -14,6 +14,7 @@ from deepgrpo.learner import TEACHER_LOSSES
 
 GENERATED = {  # data sets that come from a generator, not from a file: what follows their name
     "carry_chain": (r"(train|heldout):0*[1-9]\d*", "SPLIT:COUNT"),
+    "lookup_chain": (r"(train|heldout):0*[1-9]\d*", "SPLIT:COUNT"),
     "arithmetic": (r"(train|heldout):0*[1-9]\d*(:[1-3])?", "SPLIT:COUNT or SPLIT:COUNT:DIGITS, DIGITS 1 to 3"),
 }
 
@@ -26,7 +27,7 @@ CHOICES = {
     "weights.route": ("orbax", "direct"),
     "rewards.grader": ("typed", "compat_fast", "compat_full"),
     "rewards.extract": ("default", "answer_tag", "answer_tag_lenient", "mark"),
-    "loop": ("reasoning", "treerl"),
+    "loop": ("reasoning", "treerl", "agent"),
     "teacher.enable_thinking": ("true", "false", "unset"),
     "judge.enable_thinking": ("true", "false", "unset"),
     "curriculum.pool": POOLS,
@@ -55,6 +56,7 @@ POSITIVE = {  # by section, the keys that must be more than 0
     "rollout": "temperature slots",
     "vllm": "servers tensor_parallel max_num_seqs",
     "rewards": "workers deadline",
+    "agent": "max_turns observation_tokens tool_seconds tool_workers",
     "judge": "timeout max_concurrent",
     "teacher": "attempts timeout max_concurrent",
     "curriculum": "min_remaining_tokens retire_after",
@@ -98,8 +100,9 @@ def wrong(key: str, value: Any) -> str:
         hint = f"; did you mean {near[0]}?" if near else ""
         return "" if value in CHOICES[key] else f"expected one of {', '.join(CHOICES[key])}{hint}"
     if key == "teacher.oracle":
-        known = value in ("carry_chain", "arithmetic") or re.fullmatch("solutions:.+", value)
-        return "" if known else "expected carry_chain, arithmetic, or solutions:FILE with a JSONL of question and answer"
+        known = value in ("carry_chain", "lookup_chain", "arithmetic") or re.fullmatch("solutions:.+", value)
+        rules = "carry_chain, lookup_chain, arithmetic, or solutions:FILE with a JSONL of question and answer"
+        return "" if known else f"expected {rules}"
     if key in ("data.train", "data.validation", "data.selection"):
         return "; ".join(text for name in value if (text := wrong_set(name)))
     items, interval = value if isinstance(value, tuple) else (value,), INTERVALS.get(key, "[0, inf)")

@@ -70,6 +70,7 @@ GRADERS: dict[str, Grader] = {
     "ds1000": Grader("", r"```|<\s*code\b"),
     "carry_chain": Grader("deepgrpo.rewards.steps:grade_carry_chain", "####", checks_steps=True),
     "arithmetic": Grader("deepgrpo.rewards.steps:grade_sum", "####", checks_steps=True),
+    "lookup_chain": Grader("deepgrpo.rewards.steps:grade_lookup_chain", "####", checks_steps=True),
 }
 
 STEP_CHECKING = frozenset(source for source, grader in GRADERS.items() if grader.checks_steps)

@@ -1,15 +1,20 @@
 """The graders that check every step: sums of several numbers, and the carry-chain task.
 
     4 + 5 + 3 = ?               ->    4 + 5 = 9\\n9 + 3 = 12\\n#### 12
+    37;4821=?                   ->    a37?81\\nb81?05\\n...\\nj60?44\\n####44
     57a6b9c8d7e9f6g8h7i9j6=?    ->    a+6=63\\nb+9=72\\n...\\nj+6=32\\n####32
 
 A question has one right text, so that checking every step is comparing with it. The locked prefix and the response are checked as
 one text. `deepgrpo.data.carry_chain` makes its questions and its faulty solutions on top of the arithmetic here.
 """
 
+import functools
 import os.path
 import re
+import zlib
 from collections.abc import Sequence
+
+import numpy as np
 
 from deepgrpo.rewards.answer import Answer, own_words
 from deepgrpo.types import Grade
@@ -91,6 +96,49 @@ def grade_carry_chain(answer: Answer) -> Grade:
             f"{answer.question}: ground truth is {answer.ground_truth!r}, but the solution ends in {expected[-2:]!r}"
         )
     return _grade(answer, text == expected, len(os.path.commonprefix([text, expected])), MARKER + r"(\d\d)")
+
+
+#### Lookup chains: a value, ten times replaced by what a hidden table says. Only an environment knows the table
+
+LOOKUPS = 10
+LABELS = "abcdefghij"
+LOOKUP_QUESTION = re.compile(r"(\d\d);(\d{4})=\?")
+
+
+@functools.lru_cache(maxsize=4096)
+def hidden_table(question: str) -> tuple[int, ...]:
+    """Where each of 0..99 leads: a permutation, a pure function of the question, so that a wrong value never becomes right.
+
+    Raises:
+      ValueError: the text is not a lookup-chain question.
+    """
+    if LOOKUP_QUESTION.fullmatch(question) is None:
+        raise ValueError(f"not a lookup_chain question: {question!r}; expected two digits, ';', four digits, '=?'")
+    return tuple(np.random.default_rng(zlib.crc32(question.encode())).permutation(MODULUS).tolist())
+
+
+def looked_up(question: str) -> list[str]:
+    """Returns the start value and the value after each look-up, with two digits each."""
+    values, table = [int(question[:2])], hidden_table(question)
+    for _ in range(LOOKUPS):
+        values.append(table[values[-1]])
+    return [f"{value:02d}" for value in values]
+
+
+def lookup_solution(question: str) -> str:
+    """Returns the right text that asks each time, with what the environment answers."""
+    values = looked_up(question)
+    lines = [f"{label}{a}?{b}\n" for label, a, b in zip(LABELS, values, values[1:], strict=False)]
+    return "".join(lines) + MARKER + values[-1]
+
+
+def grade_lookup_chain(answer: Answer) -> Grade:
+    """Returns 1 if every value and the final one are right, whether asked for or guessed, and nothing follows."""
+    before = "".join(text for _, text in answer.prefix_parts) or answer.prefix
+    now = "".join(text for _, text in answer.parts) or own_words(answer.response)
+    told, expected = (before + now).replace(":", "?"), lookup_solution(answer.question)  # a right guess is right
+    right_until = len(os.path.commonprefix([told, expected])) - len(before) + len(answer.prefix)
+    return _grade(answer, told == expected, right_until, MARKER + r"(\d\d)")
 
 
 def _grade(answer: Answer, right: bool, right_until: int, final_mark: str) -> Grade:

@@ -240,7 +240,8 @@ class Batch:
         self.caches: Caches | None = None
         self.length = 0  # S of the caches
         self.counters = collections.Counter()
-        stop_ids = np.array(sorted(sampling.stop_ids) or [-1], np.int32)
+        alone = sampling.stops.ids(restriction.num_real_ids) if sampling.stops else ()
+        stop_ids = np.array(sorted({*sampling.stop_ids, *alone}) or [-1], np.int32)
         scalars = np.float32(sampling.temperature), np.int32(sampling.top_k), np.float32(sampling.top_p)
         self.sampling_args = (stop_ids, *scalars, restriction)
 

@@ -26,6 +26,7 @@ class StopTexts:
         self.texts = tuple(texts)
         self._tokenizer, self._last = tokenizer, {text[-1] for text in texts}
         self._may_end: dict[int, bool] = {}
+        self._alone: dict[int, tuple[int, ...]] = {}
 
     def length(self, ids: Sequence[int], checked: int = 0) -> int:
         """Tokens of the turn `ids` up to its end, that token included; 0: no stop text is in it.
@@ -38,6 +39,13 @@ class StopTexts:
                 if any(stop in text for stop in self.texts):
                     return n
         return 0
+
+    def ids(self, bound: int) -> tuple[int, ...]:
+        """Those ids below `bound` that end a turn by themselves, whatever came before: a device can stop at them."""
+        if bound not in self._alone:
+            pieces = self._tokenizer.batch_decode([[token] for token in range(bound)])
+            self._alone[bound] = tuple(i for i, piece in enumerate(pieces) if any(text in piece for text in self.texts))
+        return self._alone[bound]
 
     def _can_end(self, token: int) -> bool:
         """Whether the text may become one with a stop text by this token: it holds the last character of one, or a part of it."""

@@ -21,19 +21,22 @@ from deepgrpo.curriculum import pool_class
 from deepgrpo.curriculum.base import Correction, Failure
 from deepgrpo.endpoint.client import Client
 from deepgrpo.endpoint.errors import Refused, TryAgain, Unavailable
+from deepgrpo.environments.base import Environment, environment_of, words_of
+from deepgrpo.environments.writing import Writer
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.grade import leaks_answer
 from deepgrpo.teacher import prompts
 from deepgrpo.teacher.splice import Codec, Limits, Splice, move, splice_text, splice_tokens, without_repetition
-from deepgrpo.types import Grade, Ids
+from deepgrpo.teacher.turns import Played, play
+from deepgrpo.types import Grade, Ids, marks
 
 log = logging.getLogger(__name__)
 
 ACCEPTED = "accepted"
 REJECTIONS = (
     *("no_parsed_reply", "request_refused", "empty_teacher_tokens", "prefix_too_short", "prefix_ratio_too_low", "empty_suffix"),
-    *("suffix_too_short", "too_long", "no_room_for_rollouts", "special_in_suffix", "roundtrip_failed", "answer_leak"),
-    *("reward_too_low", "error"),
+    *("invented_observation", "goes_on_after_its_end", "no_replay", "suffix_too_short", "too_long", "no_room_for_rollouts"),
+    *("special_in_suffix", "roundtrip_failed", "answer_leak", "reward_too_low", "error"),
 )
 NO_VERDICT = "no_verdict"
 WINDOW = 256  # newest outcomes that the means are over
@@ -74,6 +77,7 @@ class Annotator:
         stop_ids: Sequence[int],
         leaks: Callable[[str, str], bool] = leaks_answer,
         form: Callable[[str, str], str] = lambda told, source: "",
+        environments: Mapping[str, Environment] | None = None,
     ):
         """
         Args:
@@ -83,11 +87,14 @@ class Annotator:
           stop_ids: the student's, the generation config's first one leading; it closes a suffix.
           leaks: (data_source, text): whether the text holds a final answer already.
           form: (what the student is told, data_source): how a final answer is written, where that is not said.
+          environments: by name, where students have them; a correction is then played in the failure's.
         """
         self._client, self._grader, self._codec, self._leaks, self._form = client, grader, codec, leaks, form
         self._limits, self._threshold, self._stop_ids = Limits.from_config(config), config.rewards.threshold, tuple(stop_ids)
         self._place, self._seed, self._strict = config.curriculum.cut, config.seed, config.strict_reference
         self._prefix_aware = not pool_class(config.curriculum.pool).branches  # else all failures start from plain problems
+        self._environments, self._default_environment = environments or {}, config.agent.environment
+        self._writer = Writer(codec.tokenizer) if environments else None
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._counts: collections.Counter[str] = collections.Counter()
         self._recent = {name: collections.deque(maxlen=WINDOW) for name in MEANS}
@@ -132,6 +139,13 @@ class Annotator:
         cut = await self._aside(self._cut, failure, solution)
         if cut.reason:
             return Outcome(cut.reason, splice=cut)
+        parts: Sequence[tuple[str, str]] = ()
+        if self._environments:
+            played = await asyncio.to_thread(self._played, failure, cut)
+            if played.refused:
+                return Outcome(played.refused, deferred=played.deferred, splice=cut)
+            suffix = np.concatenate([played.suffix_ids, cut.suffix_ids[cut.body_len :]])
+            cut, parts = dataclasses.replace(cut, suffix_ids=suffix, body_len=len(played.suffix_ids)), played.parts
         whole = await self._aside(self._text, failure, cut.body())
         cut = await self._aside(self._moved, failure, cut)
         if cut.reason:
@@ -139,12 +153,14 @@ class Annotator:
         kept = await self._aside(self._text, failure, cut.prefix_ids)
         if not self._strict and await self._aside(self._leaks, failure.problem.data_source, kept):
             return Outcome("answer_leak", splice=cut)
-        return await self._verified(failure, cut, whole)
+        return await self._verified(failure, cut, words_of(parts) if parts else whole, tuple(parts))
 
-    async def _verified(self, failure: Failure, cut: Splice, whole: str) -> Outcome:
-        """Grades the whole corrected answer, as if the student had written it in one go."""
+    async def _verified(self, failure: Failure, cut: Splice, whole: str, parts: tuple[tuple[str, str], ...]) -> Outcome:
+        """Grades the whole corrected answer, as if the student had written it in one go. parts: who wrote what of it."""
         problem = failure.problem
-        answer = Answer(problem.data_source, problem.question, "", whole, "stop", problem.ground_truth, problem.extra)
+        answer = Answer(
+            problem.data_source, problem.question, "", whole, "stop", problem.ground_truth, problem.extra, parts=parts
+        )
         try:
             grade = await asyncio.wait_for(asyncio.wrap_future(self._grader.submit(answer)), self._client.deadline)
         except TimeoutError:
@@ -188,6 +204,15 @@ class Annotator:
     def _moved(self, failure: Failure, cut: Splice) -> Splice:
         how = {"codec": self._codec, "limits": self._limits, "seed": self._seed}
         return move(cut, failure.response_ids, failure.state_ids, self._place, **how)
+
+    def _played(self, failure: Failure, cut: Splice) -> Played:
+        """The teacher's text in the failure's environment."""
+        environment = self._environments[environment_of(failure.problem, self._default_environment)]
+        before = np.concatenate([_locked(failure), cut.prefix_ids])
+        if environment.replay == "never" and marks(before) is not None:
+            return Played("no_replay")
+        text = self._writer.decode(cut.suffix_ids[: cut.body_len])
+        return play(environment, self._writer, failure.problem, before, text)
 
     def _text(self, failure: Failure, ids: Ids) -> str:
         """Text of the assistant's turn: the locked prefix and `ids` after it."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from deepgrpo.data import carry_chain, tables
+from deepgrpo.data import carry_chain, lookup_chain, tables
 from deepgrpo.data.cells import TEXT
 from deepgrpo.teacher import prompts
 
@@ -175,6 +175,13 @@ def correct_carry_chain(question: str, student: str, locked: str) -> str | None:
     return found and _after(locked, carry_chain.solution(found[0]))
 
 
+def correct_lookup_chain(question: str, student: str, locked: str) -> str | None:
+    """The solution that asks for each value, with what the environment answers, from where the locked prefix stops."""
+    del student  # what is right of it is a prefix of this, up to where it began to invent
+    found = lookup_chain.QUESTION.search(question)
+    return found and _after(locked, lookup_chain.solution(found[0]))
+
+
 _SUM = re.compile(r"(\d+(?:\s*\+\s*\d+)+)\s*=\s*\?")
 
 
@@ -277,16 +284,19 @@ def _after(locked: str, solution: str) -> str | None:
 
 RULES: dict[str, Callable[[str], Correct]] = {  # each takes what follows its colon
     "carry_chain": lambda path: correct_carry_chain,
+    "lookup_chain": lambda path: correct_lookup_chain,
     "arithmetic": lambda path: correct_arithmetic,
     "solutions": solutions_rule,
 }
 
 
 def find_rule(name: str) -> Correct:
-    """name: carry_chain | arithmetic | solutions:FILE. Raises ValueError for another, or without the file."""
+    """name: carry_chain | lookup_chain | arithmetic | solutions:FILE. Raises ValueError for another, or without the file."""
     rule, _, file = name.partition(":")
     if rule not in RULES or (rule == "solutions") != bool(file) or (file and not pathlib.Path(file).is_file()):
-        raise ValueError(f"no rule {name!r}; expected carry_chain, arithmetic or solutions:FILE, a JSONL of question and answer")
+        raise ValueError(
+            f"no rule {name!r}; expected carry_chain, lookup_chain, arithmetic or solutions:FILE, a JSONL of question and answer"
+        )
     return RULES[rule](file)
 
 
@@ -295,7 +305,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m deepgrpo.teacher.oracle",
         description="Serves a rule-based teacher on the loopback interface, OpenAI-compatible.",
     )
-    parser.add_argument("--rule", required=True, help="carry_chain | arithmetic | solutions:FILE, a JSONL of question and answer")
+    parser.add_argument(
+        "--rule", required=True, help="carry_chain | lookup_chain | arithmetic | solutions:FILE, a JSONL of question and answer"
+    )
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--error-rate", type=float, default=0.0, help="share of corrections with a wrong digit")
     options = parser.parse_args(arguments)

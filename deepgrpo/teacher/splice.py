@@ -22,7 +22,7 @@ import ml_collections
 import numpy as np
 
 from deepgrpo.rewards.answer import unit_at
-from deepgrpo.types import Ids, as_ids
+from deepgrpo.types import Ids, as_ids, plain
 
 BROKEN = "\ufffd"  # what bytes that are no UTF-8 decode to
 _SPACES = {"\u00a0": " ", "\u202f": " ", "\u2028": "\n", "\u2029": "\n", "\x85": "\n", "\r": "\n", "\r\n": "\n"}
@@ -38,7 +38,7 @@ class Codec:
 
     def __init__(self, tokenizer: Any):
         """`tokenizer`: a `transformers` tokenizer that nothing else uses."""
-        self._tokenizer = tokenizer
+        self._tokenizer = self.tokenizer = tokenizer
         added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}  # more than the named ones
         self.special_ids = frozenset(tokenizer.all_special_ids) | added
         self.eos_token_id = getattr(tokenizer, "eos_token_id", None)
@@ -49,9 +49,8 @@ class Codec:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, nothing skipped, nothing tidied up."""
-        return self._tokenizer.decode(
-            np.asarray(ids, dtype=np.int32).tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        ids = plain(np.asarray(ids, np.int32)).tolist()
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def text(self, ids: Ids) -> str:
         """Text of `ids` up to the first special token: what follows the end of a turn belongs to nobody."""
@@ -221,7 +220,7 @@ def splice_tokens(student: Ids, teacher: Sequence[int], state_len: int, eos: Any
     """
     if not len(teacher):
         return Splice("empty_teacher_tokens")
-    match = common_prefix(student, teacher)
+    match = common_prefix(plain(student), teacher)
     return _checked(student, match, teacher[match:], state_len, eos, limits, match_tokens=match)
 
 
@@ -245,9 +244,11 @@ def splice_text(codec: Codec, student: Ids, text: str, state_len: int, stop_ids:
     match, shared = _boundary(codec, usable, written[:ours])
     text = written[:ours] + text[theirs:]
     match = back_off(codec, usable[:match], written, text)
+    if match < len(usable) and usable[match] < 0:  # a call is kept with its answer, and the teacher says another
+        return Splice("invented_observation", match_text_tokens=match)
     shared = len(codec.decode(usable[:match]))
     suffix = codec.encode(text[shared:]) if shared < len(text) else []
-    lengths = {"match_tokens": common_prefix(student, codec.encode(text)), "match_text_tokens": match}
+    lengths = {"match_tokens": common_prefix(plain(student), codec.encode(text)), "match_text_tokens": match}
     found = _checked(student, match, suffix, state_len, list(stop_ids), limits, **lengths)
     if found.reason:
         return found
@@ -304,13 +305,18 @@ def back_off(codec: Codec, ids: Ids, *texts: str) -> int:
     return k
 
 
+def own(ids: Ids) -> int:
+    """Tokens that the student wrote."""
+    return int((ids >= 0).sum())
+
+
 def _checked(student: Ids, match: int, suffix: Sequence[int], state_len: int, eos: Any, limits: Limits, **lengths: int) -> Splice:
     """Applies the limits in the reference's order."""
     closed, _, _ = append_eos(suffix, [1] * len(suffix), eos)
     reason = ""
     if match < limits.min_prefix_match_tokens:
         reason = "prefix_too_short"
-    elif len(student) and match / len(student) < limits.min_prefix_match_ratio:
+    elif len(student) and own(student[:match]) / max(1, own(student)) < limits.min_prefix_match_ratio:
         reason = "prefix_ratio_too_low"
     elif not len(suffix):
         reason = "empty_suffix"

@@ -27,6 +27,7 @@ from deepgrpo.curriculum.base import Curriculum, Failure
 from deepgrpo.endpoint.cache import ReplayMiss, ReplyCache
 from deepgrpo.endpoint.client import open_client
 from deepgrpo.endpoint.health import FAILURES, SECONDS
+from deepgrpo.environments.base import Environment
 from deepgrpo.rewards.grade import missing_form
 from deepgrpo.rewards.reward import Rubric
 from deepgrpo.teacher import oracle
@@ -449,11 +450,13 @@ def open_teacher(
     tokenizer: Any,
     stop_ids: Sequence[int],
     folder: pathlib.Path,
+    environments: Mapping[str, Environment],
 ) -> TeacherWorker:
     """Returns the worker, not yet started; what it needs is closed with `stack`.
 
     Args:
       config: the whole configuration. tokenizer: an instance that nothing else uses. folder: of the replies' cache.
+      environments: of the students, by name; a correction is played in them.
     """
     teacher = config.teacher
     if teacher.base_url == "oracle":  # also when replaying, where nobody asks it: a request's key must stay the same
@@ -463,6 +466,6 @@ def open_teacher(
         config.teacher.base_url, config.teacher.model = served.base_url, oracle.MODEL
     client = open_client(config, "teacher", stack.enter_context(contextlib.closing(ReplyCache(folder, teacher.replay))))
     form = functools.partial(missing_form, rubric=Rubric.from_config(config.rewards))
-    annotator = Annotator(config, client, grader, Codec(tokenizer), stop_ids, form=form)
+    annotator = Annotator(config, client, grader, Codec(tokenizer), stop_ids, form=form, environments=environments)
     settings = {"max_concurrent": teacher.max_concurrent, "synchronous": teacher.synchronous}
     return TeacherWorker(curriculum, annotator, **settings, strict_reference=config.strict_reference)

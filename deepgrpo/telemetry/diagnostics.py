@@ -24,7 +24,7 @@ from deepgrpo.learner.learner import Learner
 from deepgrpo.learner.objective import BRANCH, MAIN
 from deepgrpo.learner.rows import STREAM_NAMES, Row
 from deepgrpo.learner.sharding import batch_shards
-from deepgrpo.rollout.engine import Engine, OnDone, Request, Sampling
+from deepgrpo.rollout.engine import Engine, Feed, OnDone, Request, Sampling
 from deepgrpo.telemetry import dumps, recover
 from deepgrpo.types import Completion, Group, Ids, Problem, Prompt
 
@@ -420,16 +420,19 @@ class Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None = None) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_done: OnDone | None = None, feed: Feed | None = None
+    ) -> list[list[Completion]]:
         begun = self._clock()
 
         def done(i: int, j: int, completion: Completion) -> None:
-            sample = Sample(self._clock() - begun, len(requests[i].prompt_ids), len(completion.ids))
-            self._samples.setdefault(self._kinds.get(id(requests[i].prompt_ids), MAIN_CHAIN), []).append(sample)
+            if i < len(requests):  # of several turns the first
+                sample = Sample(self._clock() - begun, len(requests[i].prompt_ids), len(completion.ids))
+                self._samples.setdefault(self._kinds.get(id(requests[i].prompt_ids), MAIN_CHAIN), []).append(sample)
             if on_done is not None:
                 on_done(i, j, completion)
 
-        return self._engine.generate(requests, sampling, on_done=done)
+        return self._engine.generate(requests, sampling, done, feed)
 
 
 def kind(prompt: Prompt) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 
 from deepgrpo.config.errors import CONTROL
 from deepgrpo.curriculum.base import Curriculum
+from deepgrpo.environments.base import Trace
 from deepgrpo.telemetry.log import no_end
 from deepgrpo.telemetry.recover import Pair
-from deepgrpo.types import Group, Ids, Rollout
+from deepgrpo.types import Group, Ids, Rollout, plain
 
 Decode = Callable[[list[int]], str]  # ids to text, special tokens kept
 
@@ -71,7 +72,11 @@ def record(group: Group, rollout: Rollout, step: int, decode: Decode) -> dict[st
         "ground_truth": problem.ground_truth,
         "response_length": len(completion.ids),
         "group": group.prompt.group_id,
-    }
+    } | ({} if rollout.episode is None else {"end": rollout.episode.end, "turns": conversation(rollout.episode)})
+
+
+def conversation(episode: Trace) -> list[dict[str, str]]:
+    return [{"who": who, "text": text} for who, text in episode.parts]
 
 
 def locked_ids(group: Group) -> Ids:
@@ -165,7 +170,7 @@ class StateDump:
         """Text of ids, its end cut where it is too long, which is said; None if a piece is unknown."""
         if any(piece is None for piece in pieces):
             return None
-        text = self.decode([token for piece in pieces for token in piece.tolist()])
+        text = self.decode([token for piece in pieces for token in plain(piece).tolist()])
         cut = len(text) - DUMP_CHARACTERS
         return f"{text[:DUMP_CHARACTERS]} [... {cut} of {len(text)} characters cut]" if cut > 0 else text
 
@@ -187,7 +192,7 @@ class StateDump:
                     "task_id": problem.index,
                     "question": problem.question,
                     "ground_truth": problem.ground_truth,
-                    **{name: self.decode(ids.tolist()) for name, ids in texts.items()},
+                    **{name: self.decode(plain(ids).tolist()) for name, ids in texts.items()},
                     "teacher_reward": about["reward"],
                     "student_suffix_length": len(about["failed_suffix_ids"]),
                     "teacher_suffix_length": len(about["suffix_ids"]),

@@ -157,7 +157,7 @@ def test_names_are_those_of_the_code():
     teacher_rules = pytest.importorskip("deepgrpo.teacher.oracle")
     templates = pytest.importorskip("deepgrpo.data.templates")
     assert set(rules.STEP_CHECKED) == grade.STEP_CHECKING
-    known = ("carry_chain", "arithmetic", "solutions:x")
+    known = ("carry_chain", "lookup_chain", "arithmetic", "solutions:x")
     assert {name.partition(":")[0] for name in known} == set(teacher_rules.RULES)
     assert not any(values.wrong("teacher.oracle", name) for name in known) and values.wrong("teacher.oracle", "solutions")
     assert set(values.CHOICES["data.template"]) == templates.TEMPLATES.keys()

@@ -32,7 +32,7 @@ def test_the_warm_start_never_sees_a_held_out_question():
 
 def test_solution_carries_and_errors():
     assert carry_chain.solution(QUESTION) == RIGHT
-    assert carry_chain.carries(QUESTION) == [True, True, True, False, True, True, True, False, True, True]
+    assert carry_chain.hard_steps(QUESTION) == [True, True, True, False, True, True, True, False, True, True]
     with pytest.raises(ValueError, match="not a carry_chain question: '7a6=.'"):
         carry_chain.solution("7a6=?")
 
@@ -41,7 +41,7 @@ def test_final_values_are_uniform_and_most_steps_carry():
     rows = carry_chain.problems("train", 4000)
     counts = collections.Counter(row["answer"] for row in rows)
     assert len(counts) == 100 and max(counts.values()) < 80  # mean 40, standard deviation 6.3
-    assert abs(np.mean([carry_chain.carries(row["question"]) for row in rows]) - 0.75) < 0.01
+    assert abs(np.mean([carry_chain.hard_steps(row["question"]) for row in rows]) - 0.75) < 0.01
 
 
 def test_sloppiness_is_forgotten_carries_and_nothing_else():
@@ -52,7 +52,7 @@ def test_sloppiness_is_forgotten_carries_and_nothing_else():
     rows = carry_chain.problems("train", 2000)
     first = [carry_chain.sloppy_solution(row["question"], 0.7, rng)[:7] for row in rows]
     right = [carry_chain.solution(row["question"])[:7] for row in rows]
-    carried = np.array([carry_chain.carries(row["question"])[0] for row in rows])
+    carried = np.array([carry_chain.hard_steps(row["question"])[0] for row in rows])
     same = np.array([a == b for a, b in zip(first, right, strict=True)])
     assert same[~carried].all() and abs(same[carried].mean() - 0.3) < 0.04
 

@@ -24,7 +24,15 @@ def byte_level() -> tokenizers.Tokenizer:
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=["<|end|>"]))
-    return made
+    return Rust(made)
+
+
+class Rust:
+    """The part of a Hugging Face tokenizer that is asked here."""
+
+    def __init__(self, tokenizer):
+        self.encode, self.decode, self.get_vocab_size = tokenizer.encode, tokenizer.decode, tokenizer.get_vocab_size
+        self.batch_decode = tokenizer.decode_batch
 
 
 def metaspace() -> tokenizers.Tokenizer:
@@ -33,7 +41,7 @@ def metaspace() -> tokenizers.Tokenizer:
     made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     pieces = [f"<0x{byte:02X}>" for byte in range(256)]
     made.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=340, special_tokens=["<|end|>", *pieces]))
-    return made
+    return Rust(made)
 
 
 @pytest.mark.parametrize("make", [byte_level, metaspace])
@@ -44,6 +52,8 @@ def test_a_turn_ends_with_the_first_token_at_which_the_text_is_there(make, texts
     stops, cases = StopTexts(tokenizer, texts), [tokenizer.encode(TEXT[i:]).ids for i in range(0, 80, 3)]
     frequent = [i for case in cases for i in case]
     cases += [[rng.choice(frequent) for _ in range(30)] for _ in range(100)]
+    for token in range(tokenizer.get_vocab_size()):
+        assert (token in stops.ids(tokenizer.get_vocab_size())) == any(text in tokenizer.decode([token]) for text in texts)
     ended = 0
     for ids in cases:
         ends = [n for n in range(1, len(ids) + 1) if any(text in tokenizer.decode(ids[:n]) for text in texts)]

@@ -98,7 +98,7 @@ class Ticking:
     def __call__(self) -> float:
         return self.now
 
-    def generate(self, requests, sampling, on_done=None):
+    def generate(self, requests, sampling, on_done=None, feed=None):
         made = [[Completion(as_ids([1] * (4 - j)), np.zeros(4 - j), "stop", 7) for j in range(len(r.seeds))] for r in requests]
         for i, row in enumerate(made):
             for j, completion in enumerate(row):

@@ -32,6 +32,10 @@ STEPS = 8
 SMALL = {
     **{"train.student_tokens": 0, "train.steps": STEPS, "data.validation_limit": 16, "validation.every": 2},
     **{"checkpoint.every": 2, "data.train": "carry_chain:train:16", "telemetry.rollouts_every": 3},
+    **{
+        "telemetry.tensorboard": "false",
+        "learner.micro_batch_tokens": 4 * 112,
+    },  # little padding in the small batches of these tests
 }
 
 
@@ -193,7 +197,8 @@ def test_a_recorded_run_is_replayed_without_an_endpoint(student, whole, tmp_path
 
 def test_one_step_ahead_is_one_version_behind_and_resumes_the_same(student, tmp_path):
     settings = {"rollout__max_staleness": 1, "validation__every": 0, "checkpoint__every": STEPS // 2, "checkpoint__keep": 2}
-    settings |= {"objective__tis_cap": 2.0, "telemetry__rollouts_every": 0}
+    settings |= {"objective__tis_cap": 2.0, "telemetry__rollouts_every": 0, "data__batch_size": 8}
+    settings |= {"optim__mini_batch_prompts": 8, "rollout__n": 4, "objective__teacher_loss": "luffy"}  # whose steps all train
     stale = [record["rollout_mismatch/staleness"] for record in in_process(tmp_path, **settings)]
     assert max(stale) == 1 and stale[STEPS // 2] == 0  # the step after a checkpoint is on policy
     assert_resumes_the_same(tmp_path, student, **settings)

@@ -98,6 +98,7 @@ def test_every_life_saves_its_last_step(lives):
     assert len(json.loads((run / "config.json").read_text())["restarts"]) == 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("life", "line"),
     [

@@ -96,7 +96,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.treerl = (6, 2, 1, 2)  # M trees a prompt, N forks in each of L rounds, T continuations a fork: M (1 + N L T) responses
 
     config.agent = section()  # loop=agent: the student and an environment take turns (docs/agents.md)
-    config.agent.environment = ""  # lookup, or package.module:Class; a row's own agent_name goes before it
+    config.agent.environment = ""  # lookup | search | code | functions | package.module:Class; a row's agent_name goes before it
+    config.agent.retriever_url = ""  # search: a service that finds passages
+    config.agent.corpus = ""  # search: or a folder of JSONL files with passages, indexed in memory
+    config.agent.functions = ()  # functions: "package.module:function" each
     config.agent.max_turns = 8  # of the student
     config.agent.turn_tokens = 0  # most tokens of one turn; 0: what the context leaves
     config.agent.observation_tokens = 512  # of a longer observation the middle is left out

@@ -129,7 +129,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
     lost: dict[str, int] = {}  # rows that never became a problem
     for spec in data.validation:
         loaded[spec], report = dataset_lib.load_problems(
-            spec, tokenizer, data.template, data.max_prompt_length, data.validation_limit
+            spec, tokenizer, data.template, data.max_prompt_length, data.validation_limit, config.loop == "agent"
         )
         lost[spec] = report.rows - report.kept
         log.info("data: %s", report)

@@ -161,7 +161,9 @@ def find_work(config: Any, arguments: argparse.Namespace, notes: list[str]) -> W
         try:
             tokenizer = tokenizer_lib.load_tokenizer(config.model.path)
             keys = (tokenizer, config.data.template, config.data.max_prompt_length)
-            found = [problem for spec in config.data.train for problem in dataset_lib.load_problems(spec, *keys)[0]]
+            agents = config.loop == "agent"
+            loaded = [dataset_lib.load_problems(spec, *keys, agents=agents)[0] for spec in config.data.train]
+            found = [problem for problems in loaded for problem in problems]
             prompt = prompt or float(np.mean([len(problem.prompt_ids) for problem in found]))
             problems = problems or len(found)
             notes.append(f"prompts: {problems} problems of {prompt:.0f} tokens on average, counted in the data where not given")

@@ -99,7 +99,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     began = distributed.of_first(config_lib.began(config) if first else "")
     tokenizer, stop_ids, vocabulary = tokenizer_lib.open_tokenizer(config.model.path, began)
     data = config.data
-    problems, held_out, choosing = (dataset_lib.load_sets(data, key, tokenizer) for key in ("train", "validation", "selection"))
+    problems, held_out, choosing = (dataset_lib.load_sets(config, key, tokenizer) for key in ("train", "validation", "selection"))
     sources = {problem.data_source for problem in problems + held_out + choosing}
     grading = open_grading(config, stack, sources, run / "judge")
     environments = open_environments(config, problems + held_out + choosing, stack) if config.loop == "agent" else {}

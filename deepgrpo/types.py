@@ -140,6 +140,7 @@ class Completion:
         return marked(self.ids, self.observed)
 
 
+STUDENT, ENVIRONMENT = "student", "environment"  # who wrote a part of a trace
 REPLAY_MISMATCH = "replay_mismatch"  # reason of a grade: the environment could not be brought to the state that was to go on
 TASK = "task"  # the part of a grade that the task itself gives, beside bonuses
 

@@ -23,7 +23,7 @@ def data_problems(config: Any) -> list[Finding]:
     for key in KEYS:
         for spec in data[key]:
             try:
-                rows = usable_rows(spec, data.template)
+                rows = usable_rows(spec, data.template, config.loop == "agent")
             except FileNotFoundError as error:
                 absent.append(f"{str(error).removeprefix('data: ').partition(' does not exist')[0]} (data.{key})")
                 continue

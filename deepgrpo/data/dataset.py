@@ -23,6 +23,7 @@ from deepgrpo.data import carry_chain, cells, lookup_chain, repair, tables, temp
 from deepgrpo.data.cells import KEY, LINE, PLAIN, TEXT, DataError, Kind, Maybe, refuse, scalar
 from deepgrpo.data.contamination import overlap
 from deepgrpo.data.tokenizer import Tokenizer
+from deepgrpo.environments.base import AGENT_NAMES, ENVIRONMENTS, ONE_TURN
 from deepgrpo.rewards.answer import canonical
 from deepgrpo.rewards.grade import GRADERS
 from deepgrpo.rewards.gsm8k import numbers
@@ -37,7 +38,6 @@ VERL = {
 }
 NUMBER = Kind("a number, or text that holds one", lambda value: scalar(value) and bool(numbers(str(value))))
 COMPARED_AS_TEXT = ("deepgrpo.rewards.qa:grade_search", "deepgrpo.rewards.qa:grade_table")
-ONE_TURN = frozenset({"reasoning_agent_loop", "treerl_agent_loop", "single_turn_agent"})  # what `loop` is here, by other names
 KEYLESS = frozenset({"dabstep"})  # sources whose answers are not public, so that an empty key is no defect
 
 
@@ -226,16 +226,21 @@ def read(spec: str) -> list[Row]:
     return READERS[name](argument)
 
 
-def read_for_rollouts(spec: str) -> list[Row]:
-    """The rows of a set that is to be answered, by training or evaluation.
+def read_for_rollouts(spec: str, agents: bool = False) -> list[Row]:
+    """The rows of a set that is to be answered, by training or evaluation. agents: with loop=agent.
 
     Raises:
-      DataError: some want a rollout of several turns, which would silently be one of a single turn. Otherwise as `read`.
+      DataError: some want a rollout of several turns, which would silently be one of a single turn, or an environment that does
+        not exist. Otherwise as `read`.
     """
-    rows = read(spec)
-    wrong = [f"row {n}: {row.needs} asks for a rollout of several turns" for n, row in enumerate(rows) if row.needs]
-    remedy = f"no such loop exists here; take these rows out, or set agent_name to {', '.join(sorted(ONE_TURN))} or leave it out"
-    refuse(spec.partition(":")[2], wrong, f"{remedy} where one answer to the prompt is meant")
+    rows, known = read(spec), [*ENVIRONMENTS, *AGENT_NAMES]
+    able = {f"agent_name {name!r}" for name in known} if agents else ()
+    unable = [(n, row.needs) for n, row in enumerate(rows) if row.needs not in ("", *able)]
+    wrong = [f"row {n}: {needs} asks for a rollout of several turns" for n, needs in unable]
+    if agents:
+        refuse(spec.partition(":")[2], wrong, f"take these rows out, or set agent_name to one of {', '.join(known)}")
+    remedy = f"set loop=agent for agent_name {', '.join(known)}; take other rows out, or set agent_name to"
+    refuse(spec.partition(":")[2], wrong, f"{remedy} {', '.join(sorted(ONE_TURN))} or leave it out where one answer is meant")
     return rows
 
 
@@ -281,14 +286,14 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 def load_problems(
-    spec: str, tokenizer: Tokenizer, template: str, max_prompt_length: int, limit: int = 0
+    spec: str, tokenizer: Tokenizer, template: str, max_prompt_length: int, limit: int = 0, agents: bool = False
 ) -> tuple[list[Problem], Report]:
     """Reads, templates and tokenises one entry of `data.train` or `data.validation`.
 
     Args:
       spec: `NAME:PATH` or `NAME:SPLIT:COUNT`, NAME one of READERS.
       template: one of `templates.TEMPLATES`. Files that prescribe their chat messages (verl's) take "chat" only.
-      max_prompt_length: longer prompts are left out, never cut. limit: keep so many at most; 0: all.
+      max_prompt_length: longer prompts are left out, never cut. limit: keep so many at most; 0: all. agents: with loop=agent.
 
     Raises:
       ValueError, FileNotFoundError: what is wrong with the file, the template or their combination; or nothing was left.
@@ -297,7 +302,7 @@ def load_problems(
         raise ValueError(f"data.template {template!r} is not one of {', '.join(templates.TEMPLATES)}")
     problems: list[Problem] = []
     bad_keys, overlong, seen = [], [], 0
-    for number, row in enumerate(usable_rows(spec, template)):
+    for number, row in enumerate(usable_rows(spec, template, agents)):
         if limit and len(problems) == limit:
             break
         seen += 1
@@ -331,24 +336,24 @@ def prompt_ids(row: Row, template: str, tokenizer: Tokenizer) -> Ids:
     return templates.messages_prompt(row.messages, tokenizer)
 
 
-def load_sets(data: Any, key: str, tokenizer: Tokenizer) -> list[Problem]:
-    """The problems of all sets that `data`, a section of the configuration, names under `key`; what was left out is logged."""
-    loaded = []
+def load_sets(config: Any, key: str, tokenizer: Tokenizer) -> list[Problem]:
+    """The problems of all sets that the configuration's section `data` names under `key`; what was left out is logged."""
+    loaded, data = [], config.data
     for spec in data[key]:
         limit = 0 if key == "train" else data.validation_limit
-        problems, report = load_problems(spec, tokenizer, data.template, data.max_prompt_length, limit)
+        problems, report = load_problems(spec, tokenizer, data.template, data.max_prompt_length, limit, config.loop == "agent")
         log.info("data: %s", report)
         loaded += problems
     return loaded
 
 
-def usable_rows(spec: str, template: str) -> list[Row]:
+def usable_rows(spec: str, template: str, agents: bool = False) -> list[Row]:
     """The rows of a set that a run with this template can answer and grade, those without a key included; no tokenizer is needed.
 
     Raises:
       DataError, FileNotFoundError: the file, or some of its rows, cannot be used.
     """
-    rows = read_for_rollouts(spec)
+    rows = read_for_rollouts(spec, agents)
     if template != "chat" and any(row.messages is not None for row in rows):
         what = f"data: {spec} prescribes its own chat messages, so data.template={template} can't apply"
         raise DataError(what, "set it to chat: --config.data.template=chat")

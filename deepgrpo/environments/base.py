@@ -16,14 +16,21 @@ from typing import Any, ClassVar
 import ml_collections
 import numpy as np
 
-from deepgrpo.types import REPLAY_MISMATCH, Grade, Group, Problem
+from deepgrpo.types import ENVIRONMENT, REPLAY_MISMATCH, STUDENT, Grade, Group, Problem
 
-STUDENT, ENVIRONMENT = "student", "environment"  # who wrote a part of a trace
 CUT = " [...] "  # stands where the middle of a long observation was
 ENVIRONMENTS = {  # agent.environment, or a row's agent_name: module and class, imported when it is first needed
+    "none": "deepgrpo.environments.base:NoTools",
     "lookup": "deepgrpo.environments.lookup:Lookup",
+    "search": "deepgrpo.environments.search:Search",
+    "code": "deepgrpo.environments.code:Code",
+    "functions": "deepgrpo.environments.functions:Functions",
 }
-AGENT_NAMES: dict[str, str] = {}  # agent_name of other projects: its name here
+ONE_TURN = ("reasoning_agent_loop", "treerl_agent_loop", "single_turn_agent")  # no environment, by other projects' names
+AGENT_NAMES = {  # agent_name of other projects: its name here
+    **{"search_agent": "search", "deep_analyze_agent_loop": "code"},
+    **dict.fromkeys(ONE_TURN, "none"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +104,20 @@ class Environment:
 
     def close(self) -> None:
         """Gives back what the environment holds."""
+
+
+class NoTools(Environment):
+    """For rows of one turn among rows of several."""
+
+    replay, waits = "pure", False
+
+    def open(self, problem: Problem, seed: int) -> Episode:
+        return _Alone()
+
+
+class _Alone(Episode):
+    def step(self, words: str, handed_over: bool) -> Reply:
+        return Reply(None)
 
 
 def replay(environment: Environment, episode: Episode, parts: Sequence[tuple[str, str]]) -> str:

@@ -28,7 +28,7 @@ class Answer:
     validation: the answer is scored for a report, not for training; some sources then leave bonuses out.
     prompt: all the text that the engine was given, chat markers and locked prefix included; "" where only the question is known.
     ending: text of the sampled end-of-turn token, which `response` is without.
-    parts, prefix_parts: (who, text) of response and locked prefix, `environments.base.STUDENT` or ENVIRONMENT; `response` and
+    parts, prefix_parts: (who, text) of response and locked prefix, `types.STUDENT` or ENVIRONMENT; `response` and
       `prefix` are then the student's words alone. Empty where no environment takes part.
     """
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from deepgrpo.rewards import latex, normalise
 from deepgrpo.rewards.answer import MAX_STATED, Answer, own_words, usable_keys, worst
-from deepgrpo.types import TASK, Grade
+from deepgrpo.types import STUDENT, TASK, Grade
 
 PLAIN = normalise.Rules(bare_units=True)
 RULES = {
@@ -171,11 +171,22 @@ def grade_search(answer: Answer) -> Grade:
     reason = "right" if right else "wrong" if found else "unformatted"
     reward = task = float(right)
     if not answer.validation:
-        valid = bool(response.strip()) and _STRUCTURE.fullmatch(answer.prefix + response) is not None
+        valid = bool(response.strip()) and structured(answer, response)
         reward = 1 - STRUCTURE * (not valid) if right else STRUCTURE if valid else ANSWERED * bool(found)
     # What is not for the right answer itself is a part of its own: it makes no success.
     parts = ((TASK, task), ("structure", reward - task)) if reward != task else ()
     return Grade(reward, bool(found), reason, last, parts=parts)
+
+
+def structured(answer: Answer, response: str) -> bool:
+    """Whether the whole trace has the structure, and every information block in it was the environment's."""
+    parts = answer.prefix_parts + answer.parts
+    said = [
+        "<information></information>" if who != STUDENT and text.strip() else text for who, text in parts
+    ]  # whatever is in it
+    trace = "".join(said) if parts else answer.prefix + response
+    forged = any("information>" in text for who, text in parts if who == STUDENT)
+    return not forged and _STRUCTURE.fullmatch(own_words(trace)) is not None
 
 
 def final_answers(prefix: str, response: str) -> list[str]:

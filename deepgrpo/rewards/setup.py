@@ -92,7 +92,7 @@ def _rows(config: Any, sources: set[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for spec in (*config.data.train, *config.data.validation):
         try:
-            rows = usable_rows(spec, config.data.template)
+            rows = usable_rows(spec, config.data.template, config.loop == "agent")
         except (ValueError, OSError):  # the data's own findings
             continue
         for row in rows:

@@ -349,7 +349,7 @@ def _prompts(config: Any, tokenizer: Any) -> list[Finding]:
     """
     spec = next(iter([*config.data.train, *config.data.validation]), "")
     try:
-        rows = dataset.usable_rows(spec, config.data.template) if spec else []
+        rows = dataset.usable_rows(spec, config.data.template, config.loop == "agent") if spec else []
     except (OSError, ValueError):
         rows = []  # which the check of the data says
     kinds = {tuple(message["role"] for message in row.messages or ()): row for row in reversed(rows)}

@@ -1,6 +1,7 @@
 """Grading by judges and by executed code, through the service: rules, failures that are never labels, budget, cache."""
 
 import asyncio
+import dataclasses
 import json
 import random
 import threading
@@ -66,7 +67,9 @@ def test_rules(source, response, reward, strict):
             with external.ExternalGrading([source], judge=judge_at(server), strict=mode) as grading:
                 assert grading.submit(answer(source, response)).result(20).reward == value
                 assert grading.submit(answer(source, response, finish="length")).result(20).reward == 0.0
-    given = answer("datatask", RAN + "<Execute>fake</Execute>" * 9, executions=["1", "[Error]: no", "[Error]: no"])
+    ran = [("environment", f"<Execute>{text}</Execute>") for text in ("1", "[Error]: no", "[Error]: no")]
+    parts = (("student", RAN + "<Execute>fake</Execute>" * 9), *ran)
+    given = dataclasses.replace(answer("datatask", RAN), parts=parts)
     assert external.code_pass_ratio(given) == pytest.approx(1 / 3)
 
 

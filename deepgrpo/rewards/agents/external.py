@@ -34,7 +34,7 @@ from deepgrpo.rewards.agents.judges import Judge, NoVerdict, checked_dabstep_res
 from deepgrpo.rewards.agents.sandbox import ERROR
 from deepgrpo.rewards.answer import Answer, own_words
 from deepgrpo.rewards.reward import checked
-from deepgrpo.types import Grade
+from deepgrpo.types import ENVIRONMENT, Grade
 
 JudgedGrader = Callable[[Answer, Judge, bool], Coroutine[Any, Any, Grade]]  # (answer, judge, strict); raises judges.NoVerdict
 
@@ -116,7 +116,8 @@ def refuse_untrainable(sources) -> None:
 
 def trajectory(answer: Answer) -> str:
     """The agent's own turns and the blocks that the environment put between them, the locked prefix first."""
-    return answer.prefix + own_words(answer.response)
+    parts = answer.prefix_parts + answer.parts
+    return "".join(text for _, text in parts) or answer.prefix + own_words(answer.response)
 
 
 def analyzes(answer: Answer) -> bool:
@@ -132,12 +133,11 @@ def final_answer(answer: Answer) -> str | None:
 def code_pass_ratio(answer: Answer) -> float:
     """Share of the executed blocks without an error; 0 if no code ran.
 
-    `extra["executions"]`, the list of outputs that the environment gave, decides where the rollout has it: a block in the text
-    may have been written by the model.
+    Only what the environment wrote counts, where that is known: a block in the text may have been written by the model.
     """
-    blocks = answer.extra.get("executions")
-    if blocks is None:
-        blocks = _EXECUTE.findall(trajectory(answer))
+    parts = answer.prefix_parts + answer.parts
+    observed = "".join(text for who, text in parts if who == ENVIRONMENT)
+    blocks = _EXECUTE.findall(observed if parts else trajectory(answer))
     return sum(ERROR not in block for block in blocks) / len(blocks) if blocks else 0.0
 
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from deepgrpo import config as config_lib
-from deepgrpo import evaluate, train
-from deepgrpo.preflight import rules
+from deepgrpo import evaluate
 from deepgrpo.rewards.service import GradingService
 from deepgrpo.telemetry import compare, evaluation
 from deepgrpo.weights import hf
@@ -21,6 +20,7 @@ from tests.conftest import ROOT
 from tests.data import small_tokenizer
 from tests.rollout import tiny
 from tests.rollout.fake_vllm import FakeVllm
+from tests.test_train import in_process
 
 MODEL = dataclasses.replace(tiny.CONFIG, vocab_size=272)  # 12 rows more than the tokenizer has tokens
 KEYS = {
@@ -179,17 +179,14 @@ def test_a_checkpoint_that_was_chosen_on_what_is_reported(model, tmp_path, chose
 
 
 def test_training_chooses_on_its_own_sets(student, tmp_path):
-    keys = {"train.steps": 1, "data.validation_limit": 4, "train.student_tokens": 0, "run_dir": tmp_path, "name": "own"}
-    keys |= {"data.selection": "carry_chain:heldout:64"}
-
     def best(**more) -> dict:
-        flags = [f"--config.{key}={value}" for key, value in (keys | more).items()]
-        train.main(*rules.from_command_line(["train", f"--config={ROOT / 'configs' / 'carry_chain.py'}", *flags]))
-        return json.loads((tmp_path / "own" / "best_checkpoint.json").read_text())
+        keys = {"train__steps": 1, "data__validation_limit": 4, "data__selection": "carry_chain:heldout:64"}
+        in_process(tmp_path, **keys | more)
+        return json.loads((tmp_path / "carry_chain" / "best_checkpoint.json").read_text())
 
     with pytest.raises(SystemExit, match="4 questions of data.selection are also in"):
         best()
-    held = best(**{"data.allow_overlap": True})
+    held = best(data__allow_overlap=True)
     assert held["metric"] == "selection/val-core/carry_chain/reward/mean@1" and "label" not in held
 
 

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from deepgrpo import config as config_lib
-from deepgrpo import train
 from deepgrpo.data import templates
 from deepgrpo.data.tokenizer import load_tokenizer
 from deepgrpo.preflight import inputs as preflight
-from deepgrpo.preflight import rules
 from deepgrpo.weights import hf
 from tests.faults.damage import (
     add_token,
@@ -29,6 +27,7 @@ from tests.faults.damage import (
     tokens,
     write,
 )
+from tests.test_train import in_process
 
 CLOSED = (config(eos_token_id=0), keys("generation_config.json", eos_token_id=0))
 WARNED = {  # a run starts all the same
@@ -82,12 +81,10 @@ def test_a_weight_that_is_not_finite_is_named(student, tmp_path):
 
 def trained(folder, runs, steps):
     """Runs so many steps with the model of a folder, or goes on with its run; returns the last line of its metrics."""
-    lengths = {"data.max_prompt_length": 48, "rollout.max_model_len": 128, "learner.buckets": 128}
-    sizes = {"data.batch_size": 4, "optim.mini_batch_prompts": 4, "data.validation_limit": 8, "train.steps": steps}
-    keys = lengths | sizes | {"name": folder.name, "run_dir": runs, "teacher.enabled": False, "checkpoint.every": 1}
-    argv = ["train", "--config=configs/carry_chain.py", f"--config.model.path={folder}"]
-    train.main(*rules.from_command_line([*argv, *(f"--config.{key}={value}" for key, value in keys.items())]))
-    return json.loads((runs / folder.name / "metrics.jsonl").read_text().splitlines()[-1])
+    lengths = {"data__max_prompt_length": 48, "rollout__max_model_len": 128, "learner__buckets": 128}
+    sizes = {"data__batch_size": 4, "optim__mini_batch_prompts": 4, "data__validation_limit": 8, "train__steps": steps}
+    every = {"checkpoint__every": 1, "validation__every": 1}
+    return in_process(runs / folder.name, model__path=folder, teacher__enabled=False, **lengths, **sizes, **every)[-1]
 
 
 def test_a_renumbered_vocabulary_with_holes_is_the_same_policy(student, tmp_path):
@@ -96,7 +93,7 @@ def test_a_renumbered_vocabulary_with_holes_is_the_same_policy(student, tmp_path
     metrics = [trained(folder, tmp_path / "runs", 1) for folder in (plain, moved)]
     for one in metrics:  # every answer comes to its end
         assert one["sequence_length/main_chain/clip_ratio"] == 0 and one["val-aux/carry_chain/truncated_share"] == 0
-    greedy = [(tmp_path / "runs" / name / "validation" / "1.jsonl").read_text() for name in ("plain", "moved")]
+    greedy = [(tmp_path / "runs" / name / "carry_chain" / "validation" / "1.jsonl").read_text() for name in ("plain", "moved")]
     texts = [[json.loads(line)["output"] for line in lines.splitlines()] for lines in greedy]
     assert texts[0] == texts[1] and len(texts[0]) == 8
 
@@ -108,5 +105,5 @@ def test_a_run_keeps_the_date_of_its_beginning(student, tmp_path):
     template("{{ strftime_now('%f') }}" + own)(folder)
     trained(folder, tmp_path / "runs", 1)
     trained(folder, tmp_path / "runs", 2)  # its prompts are those of the checkpoint, or it would be refused
-    tokenizer = load_tokenizer(folder, json.loads((tmp_path / "runs/dated/config.json").read_text())["started"])
+    tokenizer = load_tokenizer(folder, json.loads((tmp_path / "runs/dated/carry_chain/config.json").read_text())["started"])
     assert tokenizer.decode(templates.chat("1+1", tokenizer)).startswith("000000")

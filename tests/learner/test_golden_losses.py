@@ -8,10 +8,8 @@ import pytest
 from deepgrpo.learner import objective as losses
 from deepgrpo.learner import rows as advantages_lib
 from deepgrpo.learner import token_losses
-from deepgrpo.learner.objective import BRANCH, NO_LOSS, SUFFIX_SFT, TEACHER, Objective
-from deepgrpo.learner.rows import rows_from_groups
-from deepgrpo.learner.training_rows import add_teacher_to_groups, attach_teacher
-from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
+from deepgrpo.learner.objective import NO_LOSS, SUFFIX_SFT, TEACHER, Objective
+from deepgrpo.learner.training_rows import attach_teacher
 from tests.conftest import golden_cases
 from tests.learner.mini_batch import shares, slots_of
 
@@ -152,40 +150,3 @@ def test_attachment(case):
     else:
         close(attachment.coef, expected["teacher_row"]["coef"], case)
         assert attachment.response_ids.tolist() == expected["teacher_row"]["response_ids"]
-
-
-def judged(completion) -> Rollout:
-    """By the rule of the cases: right iff the last token before the end (99) is 7; cut answers are wrong."""
-    ids = completion["token_ids"]
-    right = completion["finish_reason"] != "length" and [i for i in ids if i != 99][-1:] == [7]
-    done = Completion(as_ids(ids), np.zeros(len(ids), np.float32), completion["finish_reason"], 0)
-    return Rollout(done, Grade(float(right), True, "toy"))
-
-
-@pytest.mark.parametrize("case", golden_cases("branching_*.json", {"teacher_entry_group"}))
-def test_teacher_entry(case):
-    inputs, expected = case["inputs"], case["expected"]
-    problem = Problem(0, "toy", as_ids(inputs["prompt_ids"]), "", "")
-    state = as_ids(inputs["prompt_ids"] + inputs["prefix_ids"])
-    n = inputs["branches_per_entry"]
-    group = Group(Prompt(state, problem, n, "g", 0, "branch"), tuple(map(judged, inputs["completions"][:n])))
-    rows, _ = add_teacher_to_groups(
-        rows_from_groups([group], "group_mean"),
-        [group],
-        {"g": (as_ids(inputs["suffix_ids"]), inputs["teacher_reward"])},
-        teacher_loss=inputs["teacher_loss_type"] or "null",
-        advantage="group_mean",
-        stop_ids=(99,),
-        max_model_len=1000,
-    )
-    key = lambda row: (row.response_ids.tolist(), row.reward)  # noqa: E731
-    students = sorted((row for row in rows if row.source == BRANCH), key=key)
-    (teacher,) = (row for row in rows if row.source == TEACHER)
-    theirs = sorted(expected["branch_rows"], key=lambda row: (row["response_ids"], row["reward"]))
-    for row, other in zip(students, theirs, strict=True):
-        assert (row.prompt_ids.tolist(), *key(row)) == (other["prompt_ids"], other["response_ids"], other["reward"])
-        close(row.advantage, other["advantage"], case)
-    (other,) = expected["teacher_rows"]
-    assert (teacher.prompt_ids.tolist(), *key(teacher)) == (other["prompt_ids"], other["response_ids"], other["reward"])
-    if inputs["teacher_loss_type"] != "sft" or not students:  # sft never uses it
-        close(teacher.teacher_coef, other["advantage"], case)

@@ -3,14 +3,12 @@
 snis resumes as luffy does, and post_step keeps less than epoch_local: they are only trained.
 """
 
-import shutil
-
 import pytest
 
 from configs import common
 from tests.telemetry.published_names import missing
 from tests.telemetry.test_documented import documented
-from tests.test_train import STEPS, assert_same, in_process, outcome
+from tests.test_train import STEPS, assert_resumes_the_same, in_process
 
 # 16 problems in batches of up to 8: two epochs end within the run, one of them before the checkpoint that is resumed from.
 SMALL = {
@@ -28,13 +26,7 @@ def test_arm_trains_on_the_teachers_tokens_and_resumes_bit_for_bit(student, tmp_
     settings = SMALL | {key.replace(".", "__"): value for key, value in ARMS[arm].items()}
     records = in_process(tmp_path, **settings)
     if resumes:
-        whole = outcome(tmp_path, student)
-        shutil.rmtree(tmp_path / "carry_chain" / "checkpoints" / str(STEPS))  # as if it had been killed before
-        records = in_process(tmp_path, **settings)
-        resumed = outcome(tmp_path, student)
-        assert_same(whole, resumed)
-        assert resumed["host"]["learner"] == whole["host"]["learner"]
-        assert resumed["host"]["suffix_sft"] == whole["host"]["suffix_sft"]
+        assert_resumes_the_same(tmp_path, student, **settings)
     assert not missing(records, "actor", "data", "states", "time", "injection", "forest", "teacher", *PUBLISHED[arm])
     prefixes = ("prefix_luffy/", "prefix_suffix_sft/", "epoch_suffix_sft/", "sft/", "actor/teacher_chain/")
     names = {name for record in records for name in record if name.startswith(prefixes)}

@@ -102,7 +102,9 @@ def assert_same(one: dict, other: dict) -> None:
     for ours, theirs in zip(one["metrics"], other["metrics"], strict=True):
         assert theirs == ours
     assert other["validation"] == one["validation"] and other["rollouts"] == one["rollouts"]
-    assert other["host"]["dataset"] == one["host"]["dataset"] and other["host"]["step"] == one["host"]["step"] == STEPS
+    for part in ("dataset", "learner", "suffix_sft"):
+        assert other["host"][part] == one["host"][part]
+    assert other["host"]["step"] == one["host"]["step"] == STEPS
 
 
 @pytest.fixture(scope="module")

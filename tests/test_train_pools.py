@@ -1,7 +1,9 @@
-"""The real training loop with each of the other pools: it gets a gradient, leaves its metrics, resumes bit for bit."""
+"""The real training loop with each of the other pools, and one of one's own: a gradient, metrics, the same after a resume."""
 
 import pytest
 
+from deepgrpo.curriculum import POOLS
+from tests.conftest import enter_documented
 from tests.telemetry.published_names import missing
 from tests.telemetry.test_documented import documented
 from tests.test_train import STEPS, assert_resumes_the_same, in_process
@@ -31,3 +33,13 @@ def test_pool_trains(student, tmp_path, pool):
     known = documented()
     prefixes = ("chain_pool/", "synthetic_", "failed_pool/")
     assert not [name for name in records[-1] if name.startswith(prefixes) and not known.fullmatch(name)]
+
+
+def test_the_documented_pool_is_planned_trained_with_saved_and_resumed(student, tmp_path, monkeypatch):
+    """docs/method.md's, as it stands there: one module and one entry."""
+    name = enter_documented("A pool of your own", "my_pools", POOLS, monkeypatch)
+    settings = SMALL | {"curriculum__pool": name, "teacher__enabled": False, "checkpoint__every": 2}
+    records = in_process(tmp_path, **settings, train__steps=2)
+    assert records[0]["retry_pool/size"] == 8 and records[1]["synthetic_inject/injected_count"] > 0
+    (record,) = in_process(tmp_path, **settings, train__steps=3)[2:]  # resumed from step 2
+    assert record["synthetic_inject/injected_count"] > 0

@@ -1,7 +1,5 @@
 """Steps of a branching curriculum with a scripted engine, up to the rows."""
 
-import collections
-
 import numpy as np
 
 from deepgrpo.curriculum.pivots import Partition
@@ -12,32 +10,7 @@ from deepgrpo.loops.base import RolloutContext
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
 from tests.curriculum.made import create
-from tests.loops.test_train_step import LastTokenGrader, NumberTokenizer
-
-EOS = 99
-
-
-class ScriptedEngine:
-    """Returns the script's completions of an exact prompt in the order in which they are asked for, wrapping around."""
-
-    version = 0
-
-    def __init__(self, script):
-        self.script = {tuple(entry["prompt_ids"]): entry["completions"] for entry in script}
-        self.asked = collections.Counter()
-
-    def generate(self, requests, sampling, on_done=None):
-        results = []
-        for i, request in enumerate(requests):
-            prompt = tuple(request.prompt_ids.tolist())
-            results.append([])
-            for j in range(len(request.seeds)):
-                entry = self.script[prompt][self.asked[prompt] % len(self.script[prompt])]
-                self.asked[prompt] += 1
-                ids = as_ids(entry["token_ids"][: sampling.max_model_len - len(prompt)])
-                results[-1].append(Completion(ids, np.zeros(len(ids), np.float32), entry["finish_reason"], 0))
-                on_done(i, j, results[-1][-1])
-        return results
+from tests.loops.scripted import EOS, LastTokenGrader, NumberTokenizer, ScriptedEngine
 
 
 def setting(script, max_model_len=32) -> RolloutContext:

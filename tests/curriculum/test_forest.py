@@ -5,7 +5,6 @@ import dataclasses
 
 import pytest
 
-from deepgrpo.curriculum.base import Correction
 from deepgrpo.curriculum.forest import Forest
 from deepgrpo.types import as_ids
 from tests.curriculum.made import NO_VERDICT, RIGHT, WRONG, answer, check, correction, describe, forest, group, problem
@@ -92,27 +91,6 @@ def test_every_counter_is_in_the_metrics():
 
 def fail(pool, n, step=1, prompt=(1, 2)) -> dict[str, int]:
     return pool.observe_root(problem(0, prompt), 0, max(n, 1), step, [as_ids([5, 6])] * n)
-
-
-def test_bounds_keep_the_newest_and_count():
-    pool = forest(max_events_per_state=2, max_events=3)
-    assert fail(pool, 4)["events_added"] == 4  # events 2 and 3 stay
-    fail(pool, 2, step=2, prompt=(3,))  # 4 and 5: one more than three in all, so the oldest, 2, goes
-    assert sorted(failure.failure_id for failure in pool.dispatch(9, 3)) == [3, 5]
-    assert pool.metrics()["teacher/events_dropped_capacity"] == 3
-    check(pool)
-
-
-def test_full_tree_refuses_children_and_events():
-    pool = forest(max_nodes=2)
-    fail(pool, 4)
-    flying = [pool.dispatch(1, step)[0] for step in (1, 2)]
-    assert answer(pool, flying[0], [5], 3) == 1
-    assert pool.resolve(flying[1], Correction(as_ids([6]), as_ids([9]), 1.0, as_ids([])), 3) == "refused"
-    fail(pool, 2, step=4)
-    metrics = pool.metrics()
-    assert (metrics["forest/nodes_refused"], metrics["teacher/events_dropped_capacity"], pool.pending()) == (1, 4, 0)
-    check(pool)
 
 
 def test_a_state_retires_after_so_many_whole_successes_in_a_row(tmp_path):

@@ -1,7 +1,5 @@
 """One whole training step with a scripted engine: states, groups, observations, rows. Golden cases `train_step`."""
 
-import concurrent.futures
-
 import numpy as np
 import pytest
 
@@ -17,46 +15,9 @@ from deepgrpo.rollout.engine import Sampling
 from deepgrpo.types import Completion, Grade, Group, Problem, Prompt, Rollout, as_ids
 from tests.conftest import golden_cases
 from tests.curriculum import made
+from tests.loops.scripted import EOS, RIGHT, LastTokenGrader, NumberTokenizer, ScriptedEngine
 
-EOS, RIGHT = 99, 7
 SAMPLING = Sampling(1.0, 1.0, -1, (EOS,), 16)
-
-
-class ScriptedEngine:
-    """Returns the script's completions of an exact prompt in order, wrapping around, cut to the remaining context."""
-
-    version = 0
-
-    def __init__(self, script):
-        self.script = {tuple(entry["prompt_ids"]): entry["completions"] for entry in script}
-
-    def generate(self, requests, sampling, on_done=None):
-        results = []
-        for i, request in enumerate(requests):
-            known = self.script[tuple(request.prompt_ids.tolist())]
-            results.append([])
-            for j in range(len(request.seeds)):
-                entry = known[j % len(known)]
-                ids = as_ids(entry["token_ids"][: sampling.max_model_len - len(request.prompt_ids)])
-                full = len(ids) + len(request.prompt_ids) >= sampling.max_model_len
-                reason = "length" if full or entry["finish_reason"] == "length" else "stop"
-                results[-1].append(Completion(ids, np.zeros(len(ids), np.float32), reason, 0))
-                on_done(i, j, results[-1][-1])
-        return results
-
-
-class LastTokenGrader:
-    def submit(self, answer):
-        words = answer.response.split()
-        right = answer.finish_reason != "length" and bool(words) and words[-1] == str(RIGHT)
-        future = concurrent.futures.Future()
-        future.set_result(Grade(float(right), right, "right" if right else "wrong"))
-        return future
-
-
-class NumberTokenizer:
-    def decode(self, ids):
-        return " ".join(map(str, ids))
 
 
 def problem(index, prompt):

@@ -13,7 +13,7 @@ from deepgrpo.loops.base import RolloutContext
 from deepgrpo.rollout.engine import Sampling
 from deepgrpo.types import Completion, Grade, Problem, Prompt, as_ids
 from tests.conftest import golden_cases
-from tests.loops.test_train_step import EOS, LastTokenGrader, NumberTokenizer
+from tests.loops.scripted import EOS, LastTokenGrader, NumberTokenizer
 
 
 class Engine:

@@ -7,7 +7,7 @@ from deepgrpo.loops import treerl
 from deepgrpo.loops.base import RolloutContext
 from deepgrpo.rollout.engine import Request
 from deepgrpo.types import Problem, Prompt
-from tests.loops.test_train_step import LastTokenGrader, NumberTokenizer
+from tests.loops.scripted import LastTokenGrader, NumberTokenizer
 from tests.rollout import tiny
 from tests.rollout.vllm_rig import Rig, weights
 

@@ -15,7 +15,9 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
+import itertools
 import json
 import logging
 import pathlib
@@ -33,12 +35,14 @@ from deepgrpo.data import dataset, templates
 from deepgrpo.data import dataset as dataset_lib
 from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.data.contamination import overlap
+from deepgrpo.environments.base import open_environments
 from deepgrpo.learner import sharding
-from deepgrpo.loops import reasoning
+from deepgrpo.loops import agent, reasoning
 from deepgrpo.loops.base import RolloutContext
 from deepgrpo.preflight import rules
 from deepgrpo.preflight.inputs import check_inputs
 from deepgrpo.preflight.values import CHOICES
+from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.grade import check_sources, rubric_of
 from deepgrpo.rewards.setup import open_grading
 from deepgrpo.rollout.engine import Sampling
@@ -46,7 +50,7 @@ from deepgrpo.telemetry import compare as compare_lib
 from deepgrpo.telemetry import evaluation as evaluation_lib
 from deepgrpo.telemetry.evaluation import Marks, grader_version, regrade, result_of
 from deepgrpo.telemetry.log import close_log, end_step, open_log
-from deepgrpo.types import Problem, Prompt
+from deepgrpo.types import Problem, Prompt, Rollout
 from deepgrpo.weights import checkpoint as checkpoint_lib
 from deepgrpo.weights import fixed, run_folder, runs
 from deepgrpo.weights.engines import open_engine
@@ -177,17 +181,19 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
         service = open_grading(config, stack, set(files), out / "judge")
         marks = Marks(service, keys.truncated)
         context = RolloutContext(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * service.deadline)
+        environments = open_environments(config, itertools.chain(*loaded.values()), stack) if config.loop == "agent" else {}
+        loop = functools.partial(agent.run, environments, config.agent) if environments else reasoning.run
         setup.done()
         for spec, start in missing:
             part = loaded[spec][start : start + CHUNK]
             prompts = [Prompt(p.prompt_ids, p, keys.n, f"{spec}#{p.index}") for p in part]
-            groups = reasoning.run(context, prompts, 0, f"evaluation:{file_of(spec)}:{start}")
+            groups = loop(context, prompts, 0, f"evaluation:{file_of(spec)}:{start}")
             service.end_step()
             end_step()
             entries = []
             for group in groups:
                 index = group.prompt.problem.index
-                seen = [reasoning.as_answer(context, group.prompt, r.completion, "evaluation") for r in group.rollouts]
+                seen = [answer_of(context, group.prompt, rollout) for rollout in group.rollouts]
                 entries.append(evaluation_lib.entry_of(group, named[spec][index], f"{file_of(spec)}#{index}", seen))
             record.append(f"{spec}#{start}", entries)
             log.info("%s: %d of %d problems answered", spec, start + len(part), len(loaded[spec]))
@@ -204,6 +210,13 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
 
 
 #### Parts
+
+
+def answer_of(context: RolloutContext, prompt: Prompt, rollout: Rollout) -> Answer:
+    """What the grader saw of a rollout."""
+    if rollout.episode is None:
+        return reasoning.as_answer(context, prompt, rollout.completion, "evaluation")
+    return agent.as_answer(context, prompt, rollout.completion, rollout.episode, "evaluation")
 
 
 def began(step: pathlib.Path | None, out: pathlib.Path) -> str:

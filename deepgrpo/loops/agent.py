@@ -300,20 +300,20 @@ class Talks:
     def _verdict(self, talk: Talk) -> "concurrent.futures.Future[Grade]":
         own = Grade(None, False, talk.end) if talk.end in NO_VERDICT else talk.episode.grade()
         if own is None:
-            return self.context.grading.submit(as_answer(self.context, talk, self.purpose))
+            return self.context.grading.submit(as_answer(self.context, talk.prompt, talk.completion, talk.trace(), self.purpose))
         known: concurrent.futures.Future[Grade] = concurrent.futures.Future()
         known.set_result(own)
         return known
 
 
-def as_answer(context: RolloutContext, talk: Talk, purpose: str) -> Answer:
+def as_answer(context: RolloutContext, prompt: Prompt, completion: Completion, trace: Trace, purpose: str) -> Answer:
     """What the grader sees: the student's words alone as the response, and the whole trace beside them."""
-    last = talk.pieces[-1][1] if talk.pieces[-1][0] == STUDENT else as_ids([])
-    whole = Completion(last, np.zeros(len(last), np.float32), talk.completion.finish_reason, 0)
-    answer = reasoning.as_answer(context, talk.prompt, whole, purpose)
-    before = writer_of(context.tokenizer).parts(talk.prompt.ids[len(talk.prompt.problem.prompt_ids) :], talk.prompt.observed)
-    texts = {"parts": tuple(talk.words), "prefix_parts": tuple(before)}
-    return dataclasses.replace(answer, response=words_of(talk.words), prefix=words_of(before), **texts)
+    ended = trace.parts and trace.parts[-1][0] == STUDENT
+    last = completion.ids[-1:] if ended else as_ids([])  # the ending alone: the words are known
+    answer = reasoning.as_answer(context, prompt, dataclasses.replace(completion, ids=last), purpose)
+    before = writer_of(context.tokenizer).parts(prompt.ids[len(prompt.problem.prompt_ids) :], prompt.observed)
+    texts = {"parts": trace.parts, "prefix_parts": tuple(before)}
+    return dataclasses.replace(answer, response=words_of(trace.parts), prefix=words_of(before), **texts)
 
 
 stop_texts = functools.lru_cache(maxsize=8)(StopTexts)  # it looks at a whole vocabulary

@@ -181,9 +181,8 @@ def grade_search(answer: Answer) -> Grade:
 def structured(answer: Answer, response: str) -> bool:
     """Whether the whole trace has the structure, and every information block in it was the environment's."""
     parts = answer.prefix_parts + answer.parts
-    said = [
-        "<information></information>" if who != STUDENT and text.strip() else text for who, text in parts
-    ]  # whatever is in it
+    # Whatever stands in an observation, it is one information block.
+    said = ["<information></information>" if who != STUDENT and text.strip() else text for who, text in parts]
     trace = "".join(said) if parts else answer.prefix + response
     forged = any("information>" in text for who, text in parts if who == STUDENT)
     return not forged and _STRUCTURE.fullmatch(own_words(trace)) is not None

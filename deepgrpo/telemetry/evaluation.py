@@ -136,6 +136,7 @@ def entry_of(group: Group, name: str, item: str, seen: Sequence[Answer]) -> dict
             "reason": rollout.grade.reason,
             "answer": rollout.grade.answer,
         }
+        | ({"turns": rollout.turns, "parts": answer.parts} if rollout.episode else {})
         for rollout, answer in zip(group.rollouts, seen, strict=True)
     ]
     aborted = {"response": "", "ending": "", "tokens": 0, "finish_reason": "abort"}
@@ -218,6 +219,7 @@ def mark_again(
             for answer in entry["answers"]:
                 if answer["finish_reason"] != "abort":
                     own = {key: answer[key] for key in ("response", "ending", "finish_reason")}
+                    own["parts"] = tuple(map(tuple, answer.get("parts", ())))
                     waiting.append((answer, marks.submit(Answer(prefix="", **own, **shared))))
         for answer, future in waiting:
             grade = future.result()
@@ -249,6 +251,10 @@ def result_of(
     for name in names:
         lengths = [answer["tokens"] for entry in entries if entry["set"] == name for answer in entry["answers"]]
         scores[name]["response_tokens"] = float(np.mean(lengths)) if lengths else 0.0
+        if turns := [
+            answer["turns"] for entry in entries if entry["set"] == name for answer in entry["answers"] if "turns" in answer
+        ]:
+            scores[name]["turns"] = float(np.mean(turns))
     if second:
         rubric = rubric_from(protocol["rubric"] | {"grader": second})
         again = [entry for entry in entries if grader_of(entry["data_source"], rubric).family]
@@ -314,10 +320,14 @@ def result_table(result: Mapping[str, Any]) -> Printed:
             counts = ["", first, bounds, *others, "", "", ""]
         else:
             lost = f"{entry['excluded']} + {entry['left_out']} left out" if entry["left_out"] else str(entry["excluded"])
-            shares = [percent(entry["truncated_share"]), f"{entry['response_tokens']:.0f}", lost]
+            shares = [percent(entry["truncated_share"]), f"{entry['response_tokens']:.0f}{turns_of(entry)}", lost]
             counts = [str(entry["problems"]), first, bounds, *others, *shares]
         table.add_row(name + (" INCOMPLETE" if entry["incomplete"] else ""), *counts)
     return table, lines_of(result)
+
+
+def turns_of(entry: Mapping[str, Any]) -> str:
+    return f" in {entry['turns']:.1f} turns" if "turns" in entry else ""
 
 
 def titled(name: str, protocol: Mapping[str, Any]) -> str:

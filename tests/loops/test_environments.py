@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import json
+import pathlib
 import threading
 
 import pytest
@@ -41,6 +42,15 @@ def test_a_row_picks_its_environment():
 def test_an_unknown_environment_is_refused_by_name(name):
     with pytest.raises(ValueError, match="agent.environment"):
         environment_class(name)
+
+
+def test_the_documented_environment_works(tmp_path, monkeypatch):
+    text = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "agents.md").read_text()
+    (tmp_path / "shouting.py").write_text(text.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    made = environment_class("shouting:Shout")(config())
+    assert made.open(problem(), 0).step("<shout>paris</shout>", True).observation == "<heard>PARIS</heard>"
+    assert made.open(problem(), 0).step("Paris", False).observation is None
 
 
 #### Search

@@ -98,7 +98,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.agent = section()  # loop=agent: the student and an environment take turns (docs/agents.md)
     config.agent.environment = ""  # lookup | search | code | functions | package.module:Class; a row's agent_name goes before it
     config.agent.retriever_url = ""  # search: a service that finds passages
-    config.agent.corpus = ""  # search: or a folder of JSONL files with passages, indexed in memory
+    config.agent.corpus = (
+        ""  # search: or a folder of JSONL files with passages, indexed in memory; "stdlib": Python's documentation
+    )
     config.agent.functions = ()  # functions: "package.module:function" each
     config.agent.max_turns = 8  # of the student
     config.agent.turn_tokens = 0  # most tokens of one turn; 0: what the context leaves

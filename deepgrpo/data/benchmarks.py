@@ -276,12 +276,6 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 SEARCH_COLUMNS = {"question": TEXT, "golden_answers": KEY, "data_source": Maybe(TEXT)}
-SEARCH_PROMPT = (
-    "Answer the question below. Whenever you receive new information, first reason about it between <think> and </think>. If you "
-    "lack some knowledge, call the search engine with <search> query </search>; it returns the best results between "
-    "<information> and </information>. Search as often as you want. As soon as no further knowledge is needed, give the answer "
-    "between <answer> and </answer>, without any explanation, for example <answer> Rome </answer>. Question: {question}\n"
-)
 
 
 def search_qa(rows: Sequence[Row], context: Context) -> Converted:
@@ -298,7 +292,7 @@ def search_qa(rows: Sequence[Row], context: Context) -> Converted:
         extra = {"split": context.split, "index": index}
         made = example(
             row.get("data_source") or only_source(context),
-            SEARCH_PROMPT.format(question=question),
+            templates.SEARCH_PROMPT.format(question=question),
             "fact-reasoning",
             keys,
             extra,

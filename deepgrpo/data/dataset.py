@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from deepgrpo.data import carry_chain, cells, lookup_chain, repair, tables, templates
+from deepgrpo.data import carry_chain, cells, lookup_chain, repair, stdlib, tables, templates
 from deepgrpo.data.cells import KEY, LINE, PLAIN, TEXT, DataError, Kind, Maybe, refuse, scalar
 from deepgrpo.data.contamination import overlap
 from deepgrpo.data.tokenizer import Tokenizer
@@ -183,6 +183,15 @@ def lookup_chains(argument: str) -> list[Row]:
     return _generated(lookup_chain.problems(split, *count))
 
 
+def stdlib_questions(argument: str) -> list[Row]:
+    """`SPLIT:COUNT` questions about Python's library, for the search agent."""
+    split, count = _split_and_numbers(stdlib.NAME, argument, "SPLIT:COUNT", 1)
+    agent = {"agent_name": "search"}
+    made = [(row["question"], row["answer"], row["data_source"]) for row in stdlib.problems(split, *count)]
+    prompts = [[{"role": "user", "content": templates.SEARCH_PROMPT.format(question=question)}] for question, *_ in made]
+    return [Row(*row, agent, prompt, several_turns(agent)) for row, prompt in zip(made, prompts, strict=True)]
+
+
 def sums(argument: str) -> list[Row]:
     """`SPLIT:COUNT` or `SPLIT:COUNT:DIGITS` generated sums of three numbers."""
     split, numbers = _split_and_numbers("arithmetic", argument, "SPLIT:COUNT or SPLIT:COUNT:DIGITS", 2)
@@ -211,6 +220,7 @@ READERS: dict[str, Callable[[str], list[Row]]] = {
     "verl": verl,
     "carry_chain": carry_chains,
     "lookup_chain": lookup_chains,
+    "stdlib": stdlib_questions,
     "arithmetic": sums,
 }
 

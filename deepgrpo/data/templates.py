@@ -99,6 +99,13 @@ def _turn(role: str, content: str) -> str:
     return f"<|im_start|>{role}\n{content}<|im_end|>\n"
 
 
+SEARCH_PROMPT = (
+    "Answer the question below. Whenever you receive new information, first reason about it between <think> and </think>. If you "
+    "lack some knowledge, call the search engine with <search> query </search>; it returns the best results between "
+    "<information> and </information>. Search as often as you want. As soon as no further knowledge is needed, give the answer "
+    "between <answer> and </answer>, without any explanation, for example <answer> Rome </answer>. Question: {question}\n"
+)
+
 AROUND = {  # what each template says before and after the question, if it says anything
     "gsm8k": ("", f" {GSM8K_INSTRUCTION}"),
     "math_boxed": ("", f" {BOXED_INSTRUCTION}"),

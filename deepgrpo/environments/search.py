@@ -16,6 +16,7 @@ import httpx
 import ml_collections
 
 from deepgrpo.config.errors import ConfigError
+from deepgrpo.data import stdlib
 from deepgrpo.environments.base import Dialect, Environment, Episode, Reply
 from deepgrpo.types import Problem
 
@@ -146,7 +147,10 @@ def words(text: str) -> list[str]:
 
 
 def passages(folder: str) -> Iterator[str]:
-    """The passages of a folder's JSONL files, each with its title as the first line."""
+    """The passages of a folder's JSONL files, or of Python's library ("stdlib"), each with its title as the first line."""
+    if folder == stdlib.NAME:
+        yield from (f"{title}\n{text}" for title, text in stdlib.passages())
+        return
     files, count = sorted(pathlib.Path(folder).glob("*.jsonl")), 0
     for file in files:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):

@@ -15,6 +15,7 @@ from deepgrpo.learner import TEACHER_LOSSES
 GENERATED = {  # data sets that come from a generator, not from a file: what follows their name
     "carry_chain": (r"(train|heldout):0*[1-9]\d*", "SPLIT:COUNT"),
     "lookup_chain": (r"(train|heldout):0*[1-9]\d*", "SPLIT:COUNT"),
+    "stdlib": (r"(train|heldout):0*[1-9]\d*", "SPLIT:COUNT"),
     "arithmetic": (r"(train|heldout):0*[1-9]\d*(:[1-3])?", "SPLIT:COUNT or SPLIT:COUNT:DIGITS, DIGITS 1 to 3"),
 }
 

@@ -60,6 +60,7 @@ GRADERS: dict[str, Grader] = {
     ),
     "DeepScaleR": Grader("deepgrpo.rewards.math:grade_declared", BOXED, "formula"),
     **dict.fromkeys(("hotpotqa", "2wikimultihopqa", "musique", "bamboogle"), Grader("deepgrpo.rewards.qa:grade_search", TAG)),
+    "stdlib": Grader("deepgrpo.rewards.qa:grade_search", TAG),
     **dict.fromkeys(
         ("finqa", "hybridqa", "ottqa", "multihiertt", "wikitq", "reasoning-table"),
         Grader("deepgrpo.rewards.qa:grade_table", rf"{TAG}|\banswer\b[\s*_]{{0,4}}[:\uff1a]|\banswer\s+is\b"),

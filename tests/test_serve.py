@@ -86,13 +86,14 @@ def test_serves_until_told_to_stop_and_replaces_a_dead_server(tmp_path, model, p
         assert not list((tmp_path / "weights").glob("*/start"))
 
 
-def test_says_what_is_missing(tmp_path, model, port, monkeypatch):
+def test_says_what_is_missing(tmp_path, model, port, monkeypatch, capsys):
     absent = flags(tmp_path, tmp_path / "model", tmp_path / "python")
     monkeypatch.delenv("DEEPGRPO_VLLM_TOKEN", raising=False)
     with pytest.raises(config_lib.ConfigError) as error:
         serve.main(*serve.parse(["serve.py", *absent]))
     parts = ("DEEPGRPO_VLLM_TOKEN is not set", "launch/vllm_env.sh", "model does not exist")
     assert all(part in str(error.value) for part in parts), str(error.value)  # all at once
+    monkeypatch.setenv("DEEPGRPO_VLLM_TOKEN", "secret")
+    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)
     arguments = command(tmp_path, model, "dies", port)
-    done = subprocess.run(arguments, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
-    assert done.returncode == 1 and "no room for the KV cache" in done.stdout
+    assert serve.main(*serve.parse(arguments[2:])) == 1 and "no room for the KV cache" in capsys.readouterr().out

@@ -69,6 +69,7 @@ class Loop:
             tokenizer=tokenizer,
             stop_ids=(tokenizer.eos_token_id,),
             folder=folder,
+            environments={},
         )
         for problem, responses in groups:
             self.forest.observe_root(problem, 0, SAMPLES, 1, responses)

@@ -57,23 +57,18 @@ def data_folder() -> pathlib.Path:
 @pytest.fixture(scope="session")
 def student() -> pathlib.Path:
     """The demo's warm-started student; made on first use (a minute or two), cached in the checkout by its recipe's hash."""
+    from configs import carry_chain
+
+    folder = ROOT / carry_chain.get_config().model.path
+    plain = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # with it, the demo's student is another
+    command = [sys.executable, "-m", "deepgrpo.warm_start", "--config=configs/carry_chain.py"]
     (ROOT / ".cache").mkdir(exist_ok=True)
     with open(ROOT / ".cache" / "student.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of several test processes, one makes it
-        made = subprocess.run(
-            [sys.executable, "-m", "deepgrpo.warm_start", "--config=configs/carry_chain.py"],
-            cwd=ROOT,
-            env={
-                name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
-            },  # with it, the demo's student is another
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-    assert made.returncode == 0, made.stdout + made.stderr
-    from configs import carry_chain
-
-    return ROOT / carry_chain.get_config().model.path
+        if not folder.is_dir():  # which appears at once and complete
+            made = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=900)
+            assert made.returncode == 0, made.stdout + made.stderr
+    return folder
 
 
 def enter_documented(heading: str, module_name: str, entries: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:

@@ -51,7 +51,7 @@ def update(rows, C=12):
     p = make_policy((1, 1, 1))
     learner = tiny.make_learner(objective__kl_coef=0.1, objective__entropy_coef=0.1)
     batch, arrays = lay(rows, p, 24, 6, C)
-    function = jax.jit(functools.partial(step.gradients, p, learner.objective), compiler_options=tiny.UNOPTIMISED)
+    function = jax.jit(functools.partial(step.gradients, p, learner.objective))
     gradient, sums, _ = jax.device_get(function(learner.policy, arrays, np.bool_(True), np.int32(batch.used)))
     return gradient, sums
 
@@ -79,7 +79,7 @@ def test_gradient_is_that_of_the_formula_over_the_scored_tokens():
 
     p, learner = make_policy((1, 1, 1)), tiny.make_learner(objective__kl_coef=0.0)
     batch, arrays = lay(ROWS, p, 24, 6)
-    function = jax.jit(functools.partial(step.gradients, p, learner.objective), compiler_options=tiny.UNOPTIMISED)
+    function = jax.jit(functools.partial(step.gradients, p, learner.objective))
     gradient, _, _ = function(learner.policy, arrays, np.bool_(True), np.int32(batch.used))
     close(jax.device_get(gradient), jax.device_get(jax.jit(jax.grad(loss))(tiny.parameters())))
 

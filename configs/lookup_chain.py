@@ -24,7 +24,7 @@ ARMS = {  # name: edits by dotted key
 }
 
 
-def warm_start(forget: float = 0.72) -> ml_collections.ConfigDict:
+def warm_start(forget: float = 0.8) -> ml_collections.ConfigDict:
     """The student's recipe (deepgrpo/warm_start.py); its hash names the student's folder."""
     recipe = carry_chain.warm_start()
     recipe.task = lookup_chain.NAME
@@ -44,6 +44,6 @@ def get_config(arm: str = "") -> ml_collections.ConfigDict:
     config.rollout.max_model_len, config.learner.buckets = 96, (96,)  # a right answer needs 92
     config.learner.micro_batch_tokens = 128 * 96
     common.edit(config, ARMS, arm or "forest")
-    forget = 0.4 if config.model.path == "asks" else 0.72
+    forget = 0.4 if config.model.path == "asks" else 0.8
     config.model.path = f".cache/lookup_chain-{lookup_chain.fingerprint(warm_start(forget).to_dict())}"
     return config

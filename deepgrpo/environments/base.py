@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
-import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -90,6 +89,10 @@ class Environment:
     def __init__(self, config: ml_collections.ConfigDict):
         """config: the whole configuration; `agent` is the section of environments."""
 
+    def check(self, problem: Problem) -> str:
+        """What is wrong with a row that asks for this environment, "" if nothing is."""
+        return ""
+
     def open(self, problem: Problem, seed: int) -> Episode:
         """A rollout begins."""
         raise NotImplementedError
@@ -163,13 +166,17 @@ def open_environments(
     """The environments that the problems need, by name; `stack` closes them.
 
     Raises:
-      ValueError: a name stands for none, or the class cannot be imported.
+      ValueError: a name stands for none, the class cannot be imported, or a row lacks what its environment needs.
     """
-    found = {}
-    for name in sorted({environment_of(problem, config.agent.environment) for problem in problems}):
-        found[name] = environment_class(name)(config)
-        stack.callback(found[name].close)
-    return found
+    found: dict[str, Environment] = {}
+    for problem in problems:
+        name = environment_of(problem, config.agent.environment)
+        if name not in found:
+            found[name] = environment_class(name)(config)
+            stack.callback(found[name].close)
+        if wrong := found[name].check(problem):
+            raise ValueError(f"row {problem.index} of {problem.data_source}, for the environment {name}: {wrong}")
+    return dict(sorted(found.items()))
 
 
 def environment_class(name: str) -> type[Environment]:
@@ -239,8 +246,3 @@ def agent_metrics(groups: Sequence[Group]) -> dict[str, float]:
             "agent/tool_seconds/p99": float(np.quantile(seconds, 0.99)),
         }
     return metrics
-
-
-def workspaces(config: ml_collections.ConfigDict) -> pathlib.Path:
-    """Folder of the episodes' own files."""
-    return pathlib.Path(config.run_dir) / config.name / "workspaces"

@@ -35,6 +35,11 @@ class Code(Environment):
         except (sandbox.SandboxUnavailable, sandbox.SandboxError) as error:
             raise ConfigError(f"agent.environment=code: {error}") from error
 
+    def check(self, problem: Problem) -> str:
+        folder = problem.extra.get("workspace")
+        absent = folder and not pathlib.Path(folder).is_dir()
+        return f"its workspace {folder} is absent; put the folder there, or prepare the data again" if absent else ""
+
     def open(self, problem: Problem, seed: int) -> Episode:
         return _Code(self, problem.extra.get("workspace"))
 

@@ -14,6 +14,7 @@ import tokenizers
 from deepgrpo.environments.base import CUT, ENVIRONMENT, STUDENT
 from deepgrpo.types import Ids, as_ids
 
+MOST_CHARACTERS = 16  # of a token: beyond as many of an observation it is cut before it is tokenised
 _TEXT = "OBSERVATION"
 _DIALOGUES = (  # what the student says, and what tools answer
     ("plain", "It is 4.", [_TEXT]),
@@ -77,6 +78,8 @@ class Writer:
 
         most: tokens that the text may have.
         """
+        if len(text) > MOST_CHARACTERS * most:  # nobody tokenises ten megabytes to throw them away
+            text = text[: MOST_CHARACTERS * most // 2] + text[-MOST_CHARACTERS * most // 2 :]
         ids, cut = self.encode(text), False
         if len(ids) > most:
             middle, cut = self.encode(CUT), True
@@ -88,6 +91,7 @@ class Writer:
         return as_ids(ids), cut
 
     def encode(self, text: str) -> list[int]:
+        text = text.encode("utf-8", "replace").decode()  # half a character becomes a question mark
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Ids) -> str:

@@ -17,6 +17,7 @@ POST = SFT | {"objective.teacher_update": "post_ppo"}
 SUFFIX_SFT = {"curriculum.teacher_rows": False, "curriculum.suffix_sft": "epoch_local"}
 PLAIN, VLLM = {"curriculum.pool": "none"}, {"rollout.engine": "vllm"}
 TREES = PLAIN | {"loop": "treerl"}
+AGENT = {"loop": "agent", "agent.environment": "lookup"}
 INLINE = {"curriculum.pool": "branches_inline", "teacher.enabled": False}
 BUFFERED = INLINE | {"curriculum.pool": "branches"}
 SUFFIXES = SEPARATE | {"curriculum.pool": "suffixes"}
@@ -98,6 +99,13 @@ def given(*edits, base=common.get_config):
         (TREES | {"treerl": (1, 2, 0, 2)}, "treerl = (1, 2, 0, 2) | single response"),
         (TREES | {"objective.advantage": "rloo"}, "objective.advantage = 'rloo' | advantages of their own"),
         (TREES | {"objective.overlong": "mask"}, "objective.overlong = 'mask'"),
+        (AGENT | {"curriculum.pool": "suffixes"}, "curriculum.pool = 'suffixes' | no branches inside a conversation"),
+        (AGENT | {"curriculum.cut": "random"}, "curriculum.cut = 'random' | curriculum.cut=teacher"),
+        (AGENT | {"agent.environment": "serch"}, "agent.environment = 'serch' | known: none, lookup, search"),
+        (AGENT | {"agent.environment": "code", "curriculum.pool": "chain"}, "curriculum.pool = 'chain' | only the forest"),
+        (AGENT | {"agent.max_turns": 0}, "agent.max_turns = 0"),
+        (AGENT | {"agent.observation_tokens": 4096}, "agent.observation_tokens = 4096 | no room"),
+        (AGENT | {"diagnostics.recover_every": 5}, "diagnostics.recover_every = 5"),
         # branches
         ({"curriculum.pool": "branches"}, "teacher.enabled = True | nothing goes to the teacher"),
         (INLINE | {"curriculum.injection_mode": "replace"}, "injection_mode = 'replace' | injection_mode=add"),

@@ -239,6 +239,8 @@ def test_each_limit_ends_one_rollout_with_its_reason(tokenizer, changes, max_mod
 def test_a_long_observation_loses_its_middle(tokenizer):
     ids, cut = writer_of(tokenizer).observation("0123456789" * 20, False, 30)
     assert cut and len(ids) == 30 and tokenizer.decode(ids.tolist()).startswith("012345") and ids[-1] == tokenizer.encode("9")[0]
+    ids, cut = writer_of(tokenizer).observation("7\0\ud83d" * 5_000_000, False, 30)  # megabytes, with what no token has
+    assert cut and len(ids) == 30
     ids, cut = writer_of(tokenizer).observation("0123456789", False, 10)
     assert not cut and tokenizer.decode(ids.tolist()) == "0123456789"
 

@@ -38,6 +38,11 @@ def test_a_row_picks_its_environment():
     assert environment_class("tests.loops.test_agent:Tool").__name__ == "Tool"
 
 
+def test_a_row_without_its_workspace_is_refused_at_loading(tmp_path):
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match="row 0 of hotpotqa.*workspace.*absent"):
+        open_environments(config(), [problem(agent_name="code", workspace=str(tmp_path / "gone"))], stack)
+
+
 @pytest.mark.parametrize("name", ["serch", "no.such.module:X", "deepgrpo.types:Problem", ""])
 def test_an_unknown_environment_is_refused_by_name(name):
     with pytest.raises(ValueError, match="agent.environment"):

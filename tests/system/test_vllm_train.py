@@ -25,14 +25,16 @@ VLLM = (
 )
 
 
-def run(folder: pathlib.Path, start: list[str], *overrides: str) -> tuple[list[dict[str, float]], pathlib.Path, str]:
+def run(
+    folder: pathlib.Path, start: list[str], *overrides: str, steps: int = STEPS
+) -> tuple[list[dict[str, float]], pathlib.Path, str]:
     command = [
         *(
             sys.executable,
             *start,
             "--config=configs/carry_chain.py",
             f"--config.run_dir={folder}",
-            f"--config.train.steps={STEPS}",
+            f"--config.train.steps={steps}",
         ),
         *("--config.train.student_tokens=0", "--config.validation.every=7", "--config.data.validation_limit=32"),
         "--config.data.train=carry_chain:train:32",

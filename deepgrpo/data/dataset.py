@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from deepgrpo.data import carry_chain, cells, lookup_chain, repair, stdlib, tables, templates
+from deepgrpo.data import carry_chain, cells, lookup_chain, reasoning_gym, repair, stdlib, tables, templates
 from deepgrpo.data.cells import KEY, LINE, PLAIN, TEXT, DataError, Kind, Maybe, refuse, scalar
 from deepgrpo.data.contamination import overlap
 from deepgrpo.data.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class Row:
 
     messages: the chat messages that the file prescribes (verl's files), else None; `question` is then the last user message.
     ground_truth: None if the file's key is unusable (empty, or a word for nothing); such rows are left out and counted.
-    needs: what of the row asks for a rollout of several turns, which does not exist here; "": nothing does.
+    needs: what of the row asks for a rollout of several turns; "": nothing does.
     """
 
     question: str
@@ -185,8 +185,7 @@ def lookup_chains(argument: str) -> list[Row]:
 
 def stdlib_questions(argument: str) -> list[Row]:
     """`SPLIT:COUNT` questions about Python's library, for the search agent."""
-    split, count = _split_and_numbers(stdlib.NAME, argument, "SPLIT:COUNT", 1)
-    agent = {"agent_name": "search"}
+    (split, count), agent = _split_and_numbers(stdlib.NAME, argument, "SPLIT:COUNT", 1), {"agent_name": "search"}
     made = [(row["question"], row["answer"], row["data_source"]) for row in stdlib.problems(split, *count)]
     prompts = [[{"role": "user", "content": templates.SEARCH_PROMPT.format(question=question)}] for question, *_ in made]
     return [Row(*row, agent, prompt, several_turns(agent)) for row, prompt in zip(made, prompts, strict=True)]
@@ -199,7 +198,7 @@ def sums(argument: str) -> list[Row]:
 
 
 def _generated(rows: Sequence[Mapping[str, str]]) -> list[Row]:
-    return [Row(row["question"], row["answer"], row["data_source"]) for row in rows]
+    return [Row(row["question"], row["answer"], row["data_source"], row.get("extra", {})) for row in rows]
 
 
 def _split_and_numbers(name: str, argument: str, shape: str, most: int) -> tuple[str, list[int]]:
@@ -221,6 +220,7 @@ READERS: dict[str, Callable[[str], list[Row]]] = {
     "carry_chain": carry_chains,
     "lookup_chain": lookup_chains,
     "stdlib": stdlib_questions,
+    "reasoning_gym": lambda argument: _generated(reasoning_gym.problems(argument)),
     "arithmetic": sums,
 }
 

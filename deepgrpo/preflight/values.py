@@ -16,6 +16,7 @@ GENERATED = {  # data sets that come from a generator, not from a file: what fol
     "carry_chain": (r"(train|heldout):0*[1-9]\d*", "SPLIT:COUNT"),
     "lookup_chain": (r"(train|heldout):0*[1-9]\d*", "SPLIT:COUNT"),
     "stdlib": (r"(train|heldout):0*[1-9]\d*", "SPLIT:COUNT"),
+    "reasoning_gym": (r"\w+:(train|heldout):0*[1-9]\d*(:.*)?", "GENERATOR:SPLIT:COUNT[:OPTIONS]"),
     "arithmetic": (r"(train|heldout):0*[1-9]\d*(:[1-3])?", "SPLIT:COUNT or SPLIT:COUNT:DIGITS, DIGITS 1 to 3"),
 }
 

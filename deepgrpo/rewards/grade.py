@@ -60,6 +60,7 @@ GRADERS: dict[str, Grader] = {
     ),
     "DeepScaleR": Grader("deepgrpo.rewards.math:grade_declared", BOXED, "formula"),
     **dict.fromkeys(("hotpotqa", "2wikimultihopqa", "musique", "bamboogle"), Grader("deepgrpo.rewards.qa:grade_search", TAG)),
+    "reasoning_gym": Grader("deepgrpo.rewards.reasoning_gym:grade", rf"{TAG}|\banswer\b[\s*_]{{0,4}}:", seconds=30.0),
     "stdlib": Grader("deepgrpo.rewards.qa:grade_search", TAG),
     **dict.fromkeys(
         ("finqa", "hybridqa", "ottqa", "multihiertt", "wikitq", "reasoning-table"),

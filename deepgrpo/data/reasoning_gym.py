@@ -28,7 +28,7 @@ def generator(name: str, split: str, count: int, options: str) -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise DataError(f"data: {NAME} needs a package that is not installed", INSTALL) from error
+        raise DataError(f"data: {NAME} cannot be imported ({error})", INSTALL) from error
     if name in UNANSWERABLE:
         raise DataError(f"data: {NAME}:{name} has several right answers and stores one", "take another generator")
     try:

@@ -201,6 +201,8 @@ def teacher_token_rules(c: config_dict.ConfigDict) -> Iterator[str]:
 
 def reward_rules(c: config_dict.ConfigDict) -> Iterator[str]:
     """Only the form of the entries: the functions that they name are imported when the run starts, before its data are read."""
+    if c.rewards.threshold < 0.01 and any(name.startswith("reasoning_gym:") for name in (*c.data.train, *c.data.validation)):
+        yield "some generators of reasoning_gym give a wrong answer 0.01: set rewards.threshold=0.01 or above"
     path, number = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
     if not each(c.rewards.extra, rf"([a-z_]+|{path})={number}", lambda entry: entry.rpartition("=")[0]):
         yield "rewards.extra: expected NAME=WEIGHT each, NAME of rewards/reward.py or package.module:function, none twice"

@@ -104,6 +104,7 @@ def given(*edits, base=common.get_config):
         (AGENT | {"agent.environment": "serch"}, "agent.environment = 'serch' | known: none, lookup, search"),
         (AGENT | {"agent.environment": "code", "curriculum.pool": "chain"}, "curriculum.pool = 'chain' | only the forest"),
         (AGENT | {"agent.max_turns": 0}, "agent.max_turns = 0"),
+        ({"data.train": ("reasoning_gym:gcd:train:9",)}, "rewards.threshold = 0.0 | rewards.threshold=0.01"),
         (AGENT | {"agent.observation_tokens": 4096}, "agent.observation_tokens = 4096 | no room"),
         (AGENT | {"diagnostics.recover_every": 5}, "diagnostics.recover_every = 5"),
         # branches

@@ -181,7 +181,7 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
         service = open_grading(config, stack, set(files), out / "judge")
         marks = Marks(service, keys.truncated)
         context = RolloutContext(engine, marks, tokenizer, sampling, config.seed, GRADING_PATIENCE * service.deadline)
-        environments = open_environments(config, itertools.chain(*loaded.values()), stack) if config.loop == "agent" else {}
+        environments = open_environments(config, itertools.chain(*loaded.values()), tokenizer, stack)
         loop = functools.partial(agent.run, environments, config.agent) if environments else reasoning.run
         setup.done()
         for spec, start in missing:

@@ -191,6 +191,11 @@ def groups_of_step(config: Any, work: Work, notes: list[str]) -> list[tuple[int,
     """Groups of a step once the curriculum is full: (responses, prompt tokens, mean response tokens, stream) of each."""
     batch, n, curriculum = config.data.batch_size, responses_per_prompt(config), config.curriculum
     pool = pool_class(curriculum.pool)
+    if config.loop == "agent":
+        turns, tool = config.agent.max_turns, config.agent.tool_seconds
+        notes.append(
+            f"agents: up to {turns} turns a response and {tool:g} s a call; neither calls nor repeated prefills are counted"
+        )
     if config.loop == "treerl":
         notes.append(f"treerl: {n} responses a prompt, as long as others; that they share beginnings is not counted")
     prompt = max(1, round(work.prompt))

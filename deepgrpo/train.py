@@ -102,7 +102,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     problems, held_out, choosing = (dataset_lib.load_sets(config, key, tokenizer) for key in ("train", "validation", "selection"))
     sources = {problem.data_source for problem in problems + held_out + choosing}
     grading = open_grading(config, stack, sources, run / "judge")
-    environments = open_environments(config, problems + held_out + choosing, stack) if config.loop == "agent" else {}
+    environments = open_environments(config, problems + held_out + choosing, tokenizer, stack)
     dataset_lib.refuse_overlap(problems, held_out, choosing, data.allow_overlap)
     dataset = dataset_lib.Dataset(problems, data.batch_size, config.seed)
     curriculum = curriculum_lib.create(config) if first else None  # before the model: it may refuse what it is given

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import ml_collections
 import numpy as np
 
+from deepgrpo.environments.writing import CUT, Boundary
 from deepgrpo.types import ENVIRONMENT, REPLAY_MISMATCH, STUDENT, Grade, Group, Problem
 
-CUT = " [...] "  # stands where the middle of a long observation was
 ENVIRONMENTS = {  # agent.environment, or a row's agent_name: module and class, imported when it is first needed
     "none": "deepgrpo.environments.base:NoTools",
     "lookup": "deepgrpo.environments.lookup:Lookup",
@@ -161,19 +161,22 @@ def environment_of(problem: Problem, default: str) -> str:
 
 
 def open_environments(
-    config: ml_collections.ConfigDict, problems: Iterable[Problem], stack: contextlib.ExitStack
+    config: ml_collections.ConfigDict, problems: Iterable[Problem], tokenizer: Any, stack: contextlib.ExitStack
 ) -> dict[str, Environment]:
-    """The environments that the problems need, by name; `stack` closes them.
+    """The environments that the problems need, by name; `stack` closes them. Without loop=agent there are none.
 
     Raises:
-      ValueError: a name stands for none, the class cannot be imported, or a row lacks what its environment needs.
+      ValueError: a name stands for none, the class cannot be imported, a row lacks what its environment needs, or the chat
+        template cannot be used for several turns.
     """
     found: dict[str, Environment] = {}
-    for problem in problems:
+    for problem in problems if config.loop == "agent" else ():
         name = environment_of(problem, config.agent.environment)
         if name not in found:
             found[name] = environment_class(name)(config)
             stack.callback(found[name].close)
+            if found[name].dialect.chat:
+                Boundary.of(tokenizer)
         if wrong := found[name].check(problem):
             raise ValueError(f"row {problem.index} of {problem.data_source}, for the environment {name}: {wrong}")
     return dict(sorted(found.items()))

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from deepgrpo.environments.base import CUT, ENVIRONMENT, STUDENT
-from deepgrpo.types import Ids, as_ids
+from deepgrpo.types import ENVIRONMENT, STUDENT, Ids, as_ids
 
+CUT = " [...] "  # stands where the middle of a long observation was
 MOST_CHARACTERS = 16  # of a token: beyond as many of an observation it is cut before it is tokenised
 _TEXT = "OBSERVATION"
 _DIALOGUES = (  # what the student says, and what tools answer

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepgrpo.learner import distributed, packing, step
+from deepgrpo.learner import distributed, packing, step, training_rows
 from deepgrpo.learner import rows as rows_lib
 from deepgrpo.learner.rows import Row
-from deepgrpo.types import as_ids
+from deepgrpo.types import as_ids, marked
 from tests.learner import tiny
 from tests.learner.test_shared_prefix import lay, make_policy
 
@@ -115,3 +115,10 @@ def test_a_row_without_a_scored_token_is_not_trained():
     learner = tiny.make_learner()
     silent = [dataclasses.replace(row, scored=np.zeros(len(row.response_ids), bool)) for row in ROWS[:4]]
     assert learner.start_update(silent, 1).metrics()["training/all_chains_empty_skip"] == 1.0
+
+
+def test_a_teachers_row_trains_the_tokens_that_are_its_own():
+    suffix = marked(as_ids([5, 6, 7, 8]), np.array([False, True, True, False]))
+    row = training_rows.suffix_row(marked(as_ids([1, 2]), np.array([False, True])), suffix, 1.0, [2], "name")
+    assert row.prompt_ids.tolist() == [1, 2] and row.response_ids.tolist() == [5, 6, 7, 8, 2]
+    assert row.scored.tolist() == [True, False, False, True, True] and row.num_scored == 3

@@ -19,7 +19,7 @@ from deepgrpo.types import ENVIRONMENT, STUDENT, Problem, as_ids
 
 def config(environment="", **changes):
     made = common.get_config()
-    made.agent.environment = environment
+    made.loop, made.agent.environment = "agent", environment
     made.agent.update(changes)
     return made
 
@@ -33,14 +33,30 @@ def test_a_row_picks_its_environment():
     names = {"search_agent": "search", "deep_analyze_agent_loop": "code", "reasoning_agent_loop": "none", "lookup": "lookup"}
     assert {name: environment_of(problem(agent_name=name), "") for name in names} == names
     with contextlib.ExitStack() as stack:
-        (only,) = open_environments(config(), [problem(agent_name="single_turn_agent")], stack).values()
+        (only,) = open_environments(config(), [problem(agent_name="single_turn_agent")], None, stack).values()
         assert only.open(problem(), 0).step("Paris", False).observation is None
     assert environment_class("tests.loops.test_agent:Tool").__name__ == "Tool"
 
 
+def test_a_chat_template_that_changes_what_it_wrote_is_refused_at_the_start():
+    class Template:
+        eos_token = "<|im_end|>"
+
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            kept = [m["content"].split("</think>")[-1] for m in messages]  # as templates that drop earlier thoughts
+            return "".join(f"<|im_start|>{text}<|im_end|>\n" for text in kept) + "<|im_start|>" * add_generation_prompt
+
+        def encode(self, text, add_special_tokens):
+            return [1]
+
+    functions = {"functions": ("tests.loops.test_environments:add",)}
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match=r"not append-only \(with thoughts\)"):
+        open_environments(config("functions", **functions), [problem()], Template(), stack)
+
+
 def test_a_row_without_its_workspace_is_refused_at_loading(tmp_path):
     with contextlib.ExitStack() as stack, pytest.raises(ValueError, match="row 0 of hotpotqa.*workspace.*absent"):
-        open_environments(config(), [problem(agent_name="code", workspace=str(tmp_path / "gone"))], stack)
+        open_environments(config(), [problem(agent_name="code", workspace=str(tmp_path / "gone"))], None, stack)
 
 
 @pytest.mark.parametrize("name", ["serch", "no.such.module:X", "deepgrpo.types:Problem", ""])

@@ -107,6 +107,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.agent.observation_tokens = 512  # of a longer observation the middle is left out
     config.agent.tool_seconds = 20.0  # a call that takes longer costs its rollout the verdict
     config.agent.tool_workers = 16  # calls at once
+    config.agent.replay = ""  # folder `tools` of an earlier run: its answers are read, and no tool is asked
     config.agent.rollout_seconds = 0.0  # a rollout that takes longer has no verdict; 0: no limit
 
     config.rewards = section()

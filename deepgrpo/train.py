@@ -30,6 +30,7 @@ from deepgrpo.curriculum import suffix_sft
 from deepgrpo.data import dataset as dataset_lib
 from deepgrpo.data import tokenizer as tokenizer_lib
 from deepgrpo.endpoint.client import DEADLINE_SLACK
+from deepgrpo.environments import journal
 from deepgrpo.environments.base import agent_metrics, open_environments
 from deepgrpo.learner import distributed, report, sharding
 from deepgrpo.learner.distributed import Stop
@@ -103,6 +104,7 @@ def train(config, line, stack: contextlib.ExitStack, stop: Stop, setup: config_l
     sources = {problem.data_source for problem in problems + held_out + choosing}
     grading = open_grading(config, stack, sources, run / "judge")
     environments = open_environments(config, problems + held_out + choosing, tokenizer, stack)
+    environments = journal.journalled(environments, config.agent.replay, run / "tools", stack)
     dataset_lib.refuse_overlap(problems, held_out, choosing, data.allow_overlap)
     dataset = dataset_lib.Dataset(problems, data.batch_size, config.seed)
     curriculum = curriculum_lib.create(config) if first else None  # before the model: it may refuse what it is given

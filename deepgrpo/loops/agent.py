@@ -29,6 +29,7 @@ from deepgrpo.environments.base import (
     replay,
     words_of,
 )
+from deepgrpo.environments.journal import ReplayMiss
 from deepgrpo.environments.writing import writer_of
 from deepgrpo.loops import reasoning
 from deepgrpo.loops.base import RolloutContext
@@ -136,6 +137,7 @@ class Talks:
         self.writer = writer_of(context.tokenizer)
         self.tools = threading.Semaphore(section.tool_workers)
         self.talks: list[Talk] = []
+        self.miss: ReplayMiss | None = None
         self.requests: list[Request] = []
         self.owners: list[list[Talk]] = []  # of each request's samples
         self.ready: list[tuple[Request, Talk]] = []
@@ -191,12 +193,16 @@ class Talks:
     def take(self, wait: bool) -> list[Request]:
         """See `rollout.engine.Feed`. Rollouts whose tool call has taken too long are ended meanwhile."""
         with self.lock:
+            if self.miss:
+                raise self.miss
             self._end_late()
             if wait and not self.ready and self.open:
                 with waits.on(self.described):
                     while not self.ready and self.open:
                         self.changed.wait(timeout=1.0)
                         self._end_late()
+            if self.miss:
+                raise self.miss
             ready, self.ready = sorted(self.ready, key=lambda entry: entry[1].place), []
             self.owners += [[talk] for _, talk in ready]
             return [request for request, _ in ready]
@@ -223,6 +229,11 @@ class Talks:
                 talk.called = begun = time.monotonic()
             try:
                 result = work()
+            except ReplayMiss as error:  # not this rollout's trouble: the run cannot be repeated
+                with self.lock:
+                    self.miss = error
+                    self.changed.notify_all()
+                result, use, more = Reply(None, failed="replay"), self._answer, ()
             except Exception as error:  # an environment's bug costs its rollout the verdict, and no other's
                 log.exception("the environment of %s failed", talk.prompt.problem.data_source)
                 result, use, more = Reply(None, failed=type(error).__name__), self._answer, ()

@@ -13,6 +13,7 @@ from configs import common
 from deepgrpo.data import carry_chain, lookup_chain
 from deepgrpo.data.tokenizer import load_tokenizer
 from deepgrpo.environments.base import ENVIRONMENT, STUDENT, Dialect, Environment, Episode, Reply, agent_metrics, replay
+from deepgrpo.environments.journal import ReplayMiss
 from deepgrpo.environments.lookup import Lookup
 from deepgrpo.environments.writing import Boundary, pieces, writer_of
 from deepgrpo.loops import agent, reasoning
@@ -273,6 +274,14 @@ def test_a_tool_that_fails_hangs_or_raises_is_no_verdict_and_every_episode_is_cl
             break
         time.sleep(0.02)
     assert tool.closed == tool.opened == 20
+
+
+def test_a_replay_that_misses_ends_the_run(tokenizer):
+    def reply(words):
+        raise ReplayMiss("never asked")
+
+    with pytest.raises(ReplayMiss):
+        run(tokenizer, lambda text, seed: "a57?", Tool(reply))
 
 
 def test_an_engine_that_dies_leaves_no_episode_open(tokenizer):

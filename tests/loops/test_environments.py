@@ -11,10 +11,12 @@ import pytest
 from configs import common
 from deepgrpo.config.errors import ConfigError
 from deepgrpo.environments import functions
-from deepgrpo.environments.base import Environment, environment_class, environment_of, open_environments, replay
+from deepgrpo.environments.base import Environment, Reply, environment_class, environment_of, open_environments, replay
+from deepgrpo.environments.journal import ReplayMiss, journalled
 from deepgrpo.rewards.answer import Answer
 from deepgrpo.rewards.qa import grade_search
 from deepgrpo.types import ENVIRONMENT, STUDENT, Problem, as_ids
+from tests.loops.test_agent import Tool
 
 
 def config(environment="", **changes):
@@ -72,6 +74,35 @@ def test_the_documented_environment_works(tmp_path, monkeypatch):
     made = environment_class("shouting:Shout")(config())
     assert made.open(problem(), 0).step("<shout>paris</shout>", True).observation == "<heard>PARIS</heard>"
     assert made.open(problem(), 0).step("Paris", False).observation is None
+
+
+def test_answers_are_kept_for_a_resumed_run_and_a_replay(tmp_path):
+    calls = []
+
+    def reply(words):
+        calls.append(words)
+        return Reply(f"{len(calls)}\n", counts={"calls": 1})
+
+    def talk(folder, replay="", seeds=(1, 2), words=("a?", "b?")):
+        with contextlib.ExitStack() as stack:
+            made = journalled({"tool": Tool(reply)}, replay, folder, stack)["tool"]
+            episodes = [made.open(problem(), seed) for seed in seeds]
+            found = [[episode.step(word, True).observation for word in words] for episode in episodes]
+            for episode in episodes:
+                episode.close()
+            return found
+
+    first = talk(tmp_path / "run")
+    assert first == [["1\n", "2\n"], ["3\n", "4\n"]]
+    with open(tmp_path / "run" / "answers.jsonl", "a") as file:
+        file.write('{"key": "cut of')  # killed while it wrote
+    assert talk(tmp_path / "run") == first and len(calls) == 4, "no tool is asked again"
+    assert talk(tmp_path / "other", str(tmp_path / "run")) == first and len(calls) == 4
+    with pytest.raises(ReplayMiss):
+        talk(tmp_path / "other", str(tmp_path / "run"), words=("a?", "c?"))
+    assert talk(tmp_path / "run", words=("a?", "c?")) == [["1\n", "6\n"], ["3\n", "8\n"]], "it is told what was before"
+    with pytest.raises(ConfigError, match="agent.replay"):
+        talk(tmp_path / "third", str(tmp_path / "nothing"))
 
 
 #### Search

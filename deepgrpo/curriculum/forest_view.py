@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -16,9 +17,10 @@ from rich.tree import Tree as Branch
 from deepgrpo.curriculum.forest_index import Node, Tree
 from deepgrpo.curriculum.forest_state import SavedForest
 from deepgrpo.curriculum.forest_tools import last_step
-from deepgrpo.types import Ids, plain
+from deepgrpo.types import Ids, marks, plain
 
 CUT = "✂"
+OBSERVED = "⟦⟧"  # around what an environment wrote
 _CONTEXT = 4  # tokens decoded before a piece: some decoders drop a text's leading space, and characters may span tokens
 _OF_NODE = {"active": "active", "k_succ": "last_k_succ", "k_total": "last_k_total", "last_rollout_step": "rollout_clock"}
 _OF_NODE |= {name: name for name in ("observations", "created_step", "last_success_step", "last_fail_step", "sft_updates")}
@@ -43,14 +45,23 @@ def decoder(model: pathlib.Path) -> Decode:
 
 
 def texts_after(pieces: Sequence[tuple[Ids, Ids]], decode: Decode) -> list[str]:
-    """The text of each (context, ids) that `ids` add behind their context."""
+    """The text of each (context, ids) that `ids` add behind their context; what an environment wrote stands between brackets."""
     contexts = [plain(context[-_CONTEXT:]).tolist() for context, _ in pieces]
     wholes = [context + plain(ids).tolist() for context, (_, ids) in zip(contexts, pieces, strict=True)]
     found = []
     for (_, ids), head, whole in zip(pieces, decode(contexts), decode(wholes), strict=True):
         # A character that is cut in the middle shows as a mark of its own in the head: then the piece is decoded by itself.
-        found.append(whole[len(head) :] if whole.startswith(head) else decode([plain(ids).tolist()])[0])
+        text = whole[len(head) :] if whole.startswith(head) else decode([plain(ids).tolist()])[0]
+        found.append(text if marks(ids) is None else _bracketed(ids, decode))
     return found
+
+
+def _bracketed(ids: Ids, decode: Decode) -> str:
+    """The text of ids with marks, piece by piece."""
+    ends = np.flatnonzero(np.diff(ids < 0)) + 1
+    pieces = np.split(ids, ends)
+    texts = decode([plain(piece).tolist() for piece in pieces])
+    return "".join(f"{OBSERVED[0]}{t}{OBSERVED[1]}" if piece[0] < 0 else t for piece, t in zip(pieces, texts, strict=True))
 
 
 #### Rows
@@ -237,7 +248,7 @@ summary{cursor:pointer}
 .node{margin:.5em 0 .5em 1.4em;padding:.2em .6em;border-left:3px solid #7a7}.retired{border-color:#ccc;color:#777}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.2em 0;font:13px/1.4 ui-monospace,monospace}
 .new{background:#e3f4e3}.cut{color:#c00;font-weight:bold}.suffix{background:#e3eefb}.failed{background:#fbe5e3}
-.facts{color:#555;font-size:.92em}
+.facts{color:#555;font-size:.92em}.observed{background:#fdf3d0}
 """
 
 
@@ -253,11 +264,15 @@ def html_page(saved: SavedForest, made: Sequence[dict[str, Any]], title: str) ->
         f"<h1>{html.escape(title)}</h1><table>"
         + "".join(f"<tr><td>{html.escape(name)}<td>{html.escape(value)}</tr>" for name, value in facts)
         + "</table><p>Each prompt is a block with its states inside: <span class=new>what the state adds to its parent</span> "
-        f"<span class=cut>{CUT}</span> <span class=suffix>the teacher's continuation</span>, and "
-        "<span class=failed>what the student had written instead</span>.</p>"
+        f"<span class=cut>{CUT}</span> <span class=suffix>the teacher's continuation</span>, "
+        "<span class=failed>what the student had written instead</span>, and <span class=observed>an environment's words</span>."
         + "".join(reversed(inside.get(None, [])))
         + "</html>\n"
     )
+
+
+def _shown(text: str) -> str:
+    return text.replace(OBSERVED[0], "<span class=observed>").replace(OBSERVED[1], "</span>")
 
 
 def _html_block(row: dict[str, Any], children: str) -> str:
@@ -265,7 +280,7 @@ def _html_block(row: dict[str, Any], children: str) -> str:
     if row["parent"] is None:
         question = html.escape(row["question"])
         return f"<details><summary>tree {row['tree']}: {question} <span class=facts>{facts}</span></summary>{children}</details>"
-    new, suffix, failed = map(html.escape, _texts(row))
+    new, suffix, failed = (_shown(html.escape(text)) for text in _texts(row))
     return (
         f"<div class='node{'' if row['active'] else ' retired'}'><div class=facts>{facts}</div><pre><span class=new>{new}</span>"
         f"<span class=cut> {CUT} </span><span class=suffix>{suffix}</span></pre><pre class=failed>{failed}</pre>{children}</div>"

@@ -10,7 +10,8 @@ from deepgrpo.curriculum import forest_tools as tools
 from deepgrpo.curriculum.base import NEVER, Correction, Failure
 from deepgrpo.curriculum.forest import Forest
 from deepgrpo.curriculum.forest_state import SavedForest, read, write
-from deepgrpo.types import Problem, as_ids
+from deepgrpo.curriculum.forest_view import texts_after
+from deepgrpo.types import Problem, as_ids, marked, marks
 from tests.curriculum.made import answer, check, content, correction, create, forest, saved
 
 
@@ -284,3 +285,22 @@ def test_a_fresh_start_keeps_states_and_failures_and_no_history(tmp_path):
         sampled = {state.node for state in pool.sample_rollout(9, turn + 1)}
         assert sampled == {nodes[turn % len(nodes)] for nodes in candidates if nodes}
     assert all(node.active for node in tools.reopened(saved).nodes())
+
+
+def test_what_an_environment_wrote_stays_marked_in_states_failures_and_files(tmp_path):
+    """Ids of observed tokens are complements all the way: from a rollout's failure to a child's state, file and page."""
+    pool, response = forest(), marked(as_ids([5, 40, 41, 6, 7]), np.array([False, True, True, False, False]))
+    problem = Problem(0, "test", as_ids([1]), "", "")
+    pool.observe_root(problem, 0, 1, 1, [response])
+    (failure,) = pool.dispatch(1, 1)
+    assert failure.response_ids.tolist() == response.tolist()
+    suffix = marked(as_ids([9, 42, 2]), np.array([False, True, False]))
+    assert pool.resolve(failure, Correction(response[:4], suffix, 1.0, response[4:]), 1) == "child_created"
+    pool.state(str(tmp_path))
+    restored = forest()
+    restored.restore(str(tmp_path))
+    (state,) = restored.sample(1, 2)
+    assert state.ids.tolist() == [1, 5, ~40, ~41, 6] and marks(state.ids).tolist() == [False, False, True, True, False]
+    assert restored.continuation(state.node)[0].tolist() == suffix.tolist()
+    words = lambda lists: [" ".join(map(str, ids)) for ids in lists]  # noqa: E731
+    assert texts_after([(as_ids([1]), state.ids[1:])], words) == ["5⟦40 41⟧6"]

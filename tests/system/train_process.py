@@ -36,7 +36,7 @@ class Engine:
         self.snapshots.write(taken, str(version), {})
         self.version, self.probe = version, float(scores()[0].sum())
 
-    def generate(self, requests, sampling, on_done=None):
+    def generate(self, requests, sampling, on_done=None, feed=None):
         groups = []
         for i, request in enumerate(requests):
             (question,) = re.findall(r"\d\d(?:[a-z]\d)+=\?", self.tokenizer.decode(request.prompt_ids))

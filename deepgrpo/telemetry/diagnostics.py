@@ -295,9 +295,10 @@ def scores(states: Sequence[Rolled], logps: Sequence[np.ndarray], step: int) -> 
     for name, members in by_age(states, step).items():
         prefixes, gaps = [], []
         for state in members:
-            locked, mine = state.group.prompt.locked, of_state[id(state)]
-            prefixes += mine[:1] and [mine[0][:locked]]
+            locked, mine, observed = state.group.prompt.locked, of_state[id(state)], state.group.prompt.observed
+            prefixes += mine[:1] and [mine[0][:locked] if observed is None else mine[0][:locked][~observed]]
             gaps += [np.abs(m[locked:] - r.completion.logps) for m, r in zip(mine, state.group.rollouts, strict=True)]
+        gaps = [gap[~np.isnan(gap)] for gap in gaps]  # what an environment wrote was not sampled
         for key, values in (("prefix_logp", prefixes), ("mismatch", gaps)):
             tokens = np.concatenate(values).astype(np.float64) if values else np.zeros(0)
             if len(tokens):

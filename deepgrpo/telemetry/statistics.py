@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from deepgrpo.types import Group
+from deepgrpo.types import STUDENT, Group
 
 BOOTSTRAP_DRAWS = 1000
 BOOTSTRAP_SEED = 42
@@ -118,6 +118,8 @@ def source_metrics(problems: Sequence[Sequence[Mapping[str, Any]]]) -> dict[tupl
         ("val-aux", "truncated_share"): share(sum(a["finish_reason"] == "length" for a in answers), len(answers)),
         ("val-aux", "response_length/mean"): float(np.mean([a["response_length"] for a in answers])),
     }
+    if turns := [sum(turn["who"] == STUDENT for turn in a["turns"]) for a in answers if "turns" in a]:
+        metrics["val-aux", "num_turns/mean"] = float(np.mean(turns))
     judged = [[a for a in problem if a["reward"] is not None] for problem in problems]
     judged = [problem for problem in judged if problem]
     most = max((len(problem) for problem in problems), default=0)

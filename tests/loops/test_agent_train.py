@@ -47,6 +47,7 @@ def test_agents_train_and_resume_bit_for_bit(student, tmp_path, even_digits):  #
         assert record["actor/optimizer_steps"] >= 1
     run = tmp_path / "whole" / "carry_chain"
     rollouts = [json.loads(line) for line in (run / "rollouts" / f"{STEPS}.jsonl").read_text().splitlines()]
+    assert records[0]["val-aux/carry_chain/num_turns/mean"] > 2
     sampled = sum(len(turn["text"]) for rollout in rollouts for turn in rollout["turns"] if turn["who"] == "student")
     observed = sum(len(turn["text"]) for rollout in rollouts for turn in rollout["turns"] if turn["who"] == "environment")
     assert sampled > 0 and observed > 0

@@ -41,6 +41,7 @@ from deepgrpo.types import REPLAY_MISMATCH, Completion, Grade, Group, Ids, Promp
 
 log = logging.getLogger(__name__)
 
+ALARMING = 0.05  # share of a call's rollouts that lose their verdict to a tool
 NO_VERDICT = ("tool", "seconds", REPLAY_MISMATCH)  # ends that say nothing about the answer
 
 
@@ -74,6 +75,8 @@ def run(
         finally:
             some.close()
         talks += some.talks
+        if (failed := sum(talk.end == "tool" for talk in some.talks)) > ALARMING * len(some.talks):
+            log.warning("step %d: %d of %d rollouts have no verdict: %s", step, failed, len(some.talks), some.failure)
     reasoning.wait_for_verdicts(context, [talk.verdict for talk in talks if talk.verdict is not None], step)
     rollouts: list[list[Rollout]] = [[] for _ in prompts]
     for talk in talks:
@@ -138,6 +141,7 @@ class Talks:
         self.tools = threading.Semaphore(section.tool_workers)
         self.talks: list[Talk] = []
         self.miss: ReplayMiss | None = None
+        self.failure = "a tool took longer than agent.tool_seconds"  # the newest reason why one failed
         self.requests: list[Request] = []
         self.owners: list[list[Talk]] = []  # of each request's samples
         self.ready: list[tuple[Request, Talk]] = []
@@ -269,6 +273,7 @@ class Talks:
         talk.counts.update(reply.counts)
         if reply.failed:
             talk.counts["failed"] += 1
+            self.failure = reply.failed
             return self._finish(talk, "tool")
         if reply.observation is None:
             return self._finish(talk, "answered")

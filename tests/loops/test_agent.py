@@ -246,7 +246,7 @@ def test_a_long_observation_loses_its_middle(tokenizer):
     assert not cut and tokenizer.decode(ids.tolist()) == "0123456789"
 
 
-def test_a_tool_that_fails_hangs_or_raises_is_no_verdict_and_every_episode_is_closed_once(tokenizer):
+def test_a_tool_that_fails_hangs_or_raises_is_no_verdict_and_every_episode_is_closed_once(tokenizer, caplog):
     hang = threading.Event()
 
     def reply(words):
@@ -263,6 +263,7 @@ def test_a_tool_that_fails_hangs_or_raises_is_no_verdict_and_every_episode_is_cl
     tool = Tool(reply)
     answer = lambda text, seed: "a57?" if text.count("?\n") + text.count("12\n") < 2 else "a" + carry_chain.END  # noqa: E731
     groups, _, _ = run(tokenizer, answer, tool, prompts(tokenizer, 4, 5), tool_seconds=0.5)
+    assert "of 20 rollouts have no verdict" in caplog.text
     ends = [rollout.episode.end for group in groups for rollout in group.rollouts]
     assert len(ends) == 20 and ends.count("tool") >= 15 - 5
     for group in groups:

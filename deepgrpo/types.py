@@ -196,6 +196,11 @@ class Rollout:
         return 1 if self.episode is None else self.episode.turns
 
     @property
+    def end(self) -> str:
+        """Why the conversation ended (`environments.base.Trace`); "" without one."""
+        return "" if self.episode is None else self.episode.end
+
+    @property
     def reward(self) -> float | None:
         return self.grade.reward
 

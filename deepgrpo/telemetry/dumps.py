@@ -72,7 +72,7 @@ def record(group: Group, rollout: Rollout, step: int, decode: Decode) -> dict[st
         "ground_truth": problem.ground_truth,
         "response_length": len(completion.ids),
         "group": group.prompt.group_id,
-    } | ({} if rollout.episode is None else {"end": rollout.episode.end, "turns": conversation(rollout.episode)})
+    } | ({} if rollout.episode is None else {"end": rollout.end, "turns": conversation(rollout.episode)})
 
 
 def conversation(episode: Trace) -> list[dict[str, str]]:

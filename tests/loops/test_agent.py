@@ -161,7 +161,7 @@ def test_right_conversations_are_exact_masked_and_graded(tokenizer):
                 np.isnan(completion.logps[completion.observed]).all()
                 and not np.isnan(completion.logps[~completion.observed]).any()
             )
-            assert rollout.turns == 11 and rollout.episode.end == "answered" and rollout.sampled == 44
+            assert rollout.turns == 11 and rollout.end == "answered" and rollout.sampled == 44
             assert completion.version == 7 and completion.finish_reason == "stop"
     wholes = [[*group.prompt.ids, *rollout.completion.ids] for group in groups for rollout in group.rollouts]
     for request in engine.requests:  # each prompt is literally the beginning of a whole conversation
@@ -231,7 +231,7 @@ def test_each_limit_ends_one_rollout_with_its_reason(tokenizer, changes, max_mod
     groups = agent.run({"lookup": Lookup(common.get_config())}, section(**changes), made, prompts(tokenizer), 1, "train")
     for group in groups:
         for rollout in group.rollouts:
-            assert (rollout.episode.end, rollout.reward) == (end, reward)
+            assert (rollout.end, rollout.reward) == (end, reward)
             assert len(group.prompt.ids) + len(rollout.completion.ids) <= max_model_len
             assert rollout.completion.finish_reason == ("stop" if reward is None else "length")
     assert all(len(request.prompt_ids) < max_model_len for request in engine.requests), "what has no room is not sent"
@@ -264,11 +264,11 @@ def test_a_tool_that_fails_hangs_or_raises_is_no_verdict_and_every_episode_is_cl
     answer = lambda text, seed: "a57?" if text.count("?\n") + text.count("12\n") < 2 else "a" + carry_chain.END  # noqa: E731
     groups, _, _ = run(tokenizer, answer, tool, prompts(tokenizer, 4, 5), tool_seconds=0.5)
     assert "of 20 rollouts have no verdict" in caplog.text
-    ends = [rollout.episode.end for group in groups for rollout in group.rollouts]
+    ends = [rollout.end for group in groups for rollout in group.rollouts]
     assert len(ends) == 20 and ends.count("tool") >= 15 - 5
     for group in groups:
         for rollout in group.rollouts:
-            assert (rollout.reward is None) == (rollout.episode.end == "tool")
+            assert (rollout.reward is None) == (rollout.end == "tool")
     hang.set()
     for _ in range(200):
         if tool.closed == tool.opened == 20:

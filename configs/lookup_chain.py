@@ -5,10 +5,10 @@
     python -m deepgrpo.train --config=configs/lookup_chain.py:plain --config.name=plain
 
 The student asks for a value with `?` or invents one after `:`; a guess is right once in a hundred. The warm start leaves it
-asking about one time in four, so that a whole chain of ten succeeds about once in 300,000 tries and plain GRPO has no gradient.
-States of the forest lie inside the conversation, with what the environment had said so far. `:asks` starts from a student that
-asks three times in five (1 in 155): plain GRPO learns there too.
-Hardware: 2 CPU cores. Time: warm start 1 minute, an arm 2 minutes.
+asking one time in five, so that a whole chain of ten succeeds about once in six million tries and plain GRPO has no gradient.
+States of the forest lie inside the conversation, with what the environment had said so far.
+Hardware: 2 CPU cores. Time: warm start 1 minute, an arm 3 to 4 CPU minutes.
+Result (3 seeds, greedy, 128 held-out questions, 500,000 student tokens): plain 0.000; forest 1.000 in each seed, from step 10 on.
 """
 
 import ml_collections
@@ -19,17 +19,15 @@ from deepgrpo.data import lookup_chain
 ARMS = {  # name: edits by dotted key
     "forest": {},
     "plain": {"curriculum.pool": "none"},
-    "asks": {"model.path": "asks"},
-    "asks_plain": {"curriculum.pool": "none", "model.path": "asks"},
 }
 
 
-def warm_start(forget: float = 0.8) -> ml_collections.ConfigDict:
+def warm_start() -> ml_collections.ConfigDict:
     """The student's recipe (deepgrpo/warm_start.py); its hash names the student's folder."""
     recipe = carry_chain.warm_start()
     recipe.task = lookup_chain.NAME
     recipe.clean.steps = 300
-    recipe.sloppy.forget = forget  # probability that a value is invented in place of asked for
+    recipe.sloppy.forget = 0.8  # probability that a value is invented in place of asked for
     return recipe
 
 
@@ -44,6 +42,5 @@ def get_config(arm: str = "") -> ml_collections.ConfigDict:
     config.rollout.max_model_len, config.learner.buckets = 96, (96,)  # a right answer needs 92
     config.learner.micro_batch_tokens = 128 * 96
     common.edit(config, ARMS, arm or "forest")
-    forget = 0.4 if config.model.path == "asks" else 0.8
-    config.model.path = f".cache/lookup_chain-{lookup_chain.fingerprint(warm_start(forget).to_dict())}"
+    config.model.path = f".cache/lookup_chain-{lookup_chain.fingerprint(warm_start().to_dict())}"
     return config

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from configs import common
+from deepgrpo.curriculum.base import Correction
 from deepgrpo.data import carry_chain, lookup_chain
 from deepgrpo.data.tokenizer import load_tokenizer
 from deepgrpo.environments.base import ENVIRONMENT, STUDENT, Dialect, Environment, Episode, Reply, agent_metrics, replay
@@ -21,6 +22,7 @@ from deepgrpo.loops.base import RolloutContext
 from deepgrpo.rewards import grade as grade_lib
 from deepgrpo.rollout.engine import Sampling, checked
 from deepgrpo.types import REPLAY_MISMATCH, Completion, Grade, Problem, Prompt, as_ids, marked, marks, plain
+from tests.curriculum.made import forest
 
 STOP = carry_chain.VOCABULARY.index(carry_chain.END)
 
@@ -361,6 +363,34 @@ def test_a_state_is_restored_by_its_turns_or_retired(tokenizer):
     assert tool.closed == 2
     broken = Tool(lambda words: Reply(None, failed="refused"))
     assert replay(broken, broken.open(None, 0), [(STUDENT, "a57?"), (ENVIRONMENT, "12\n")]) == "refused"
+
+
+def test_a_state_that_is_lost_retires_and_its_group_counts_as_nothing(tokenizer):
+    pool, made = forest(), state(tokenizer, 2)
+    root = made.problem
+    locked = made.marked_ids[len(root.prompt_ids) :]
+    pool.observe_root(root, 0, 1, 1, [np.concatenate([locked, as_ids([9])])])
+    (failure,) = pool.dispatch(1, 1)
+    pool.resolve(failure, Correction(locked, as_ids([8, STOP]), 1.0, as_ids([9])), 1)
+    (child,) = pool.sample(1, 2)
+    tool = Tool(lambda words: Reply("never what it said\n"))
+    groups, _, _ = run(tokenizer, right, tool, [dataclasses.replace(made, node=child.node)])
+    pool.observe(groups, 2)
+    assert pool.ready() == 0 and not pool.index.nodes[child.node].active and pool.index.nodes[child.node].observations == 0
+
+
+def test_a_service_that_is_down_costs_verdicts_and_nothing_else(tokenizer):
+    """A thousand rollouts: none is a label, each episode is closed once, and the next call works again."""
+    down = [True]
+    tool = Tool(lambda words: Reply(None, failed="refused") if down[0] else Reply("12\n", counts={"calls": 1}))
+    answer = lambda text, seed: "a57?" if "12" not in text else "a57" + carry_chain.END  # noqa: E731
+    many = [dataclasses.replace(p, n=50) for p in prompts(tokenizer, 10)]
+    for _ in range(2):
+        groups, _, _ = run(tokenizer, answer, tool, many)
+        verdicts = [rollout.reward for group in groups for rollout in group.rollouts]
+        assert len(verdicts) == 500 and all((reward is None) == down[0] for reward in verdicts)
+        down[0] = False
+    assert tool.opened == tool.closed == 1000
 
 
 def test_marks_stay_with_the_ids():

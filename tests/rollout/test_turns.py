@@ -2,6 +2,7 @@
 
 import queue
 import random
+import tempfile
 import threading
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from deepgrpo.data import carry_chain
 from deepgrpo.rollout.engine import BadAnswer, Request, checked
 from deepgrpo.rollout.stops import StopTexts
 from deepgrpo.types import as_ids
@@ -44,12 +46,22 @@ def metaspace() -> tokenizers.Tokenizer:
     return Rust(made)
 
 
-@pytest.mark.parametrize("make", [byte_level, metaspace])
-@pytest.mark.parametrize("texts", [("</search>",), ("</search>", "</code>"), ("\n",), ("世",)], ids=str)
+def demo() -> tokenizers.Tokenizer:
+    """The vocabulary that ships: of the two demos' students."""
+    with tempfile.TemporaryDirectory() as folder:
+        carry_chain.build_tokenizer(folder)
+        return Rust(tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json"))
+
+
+SEARCHES = [("</search>",), ("</search>", "</code>"), ("\n",), ("世",)]
+CASES = [(make, texts) for make in (byte_level, metaspace) for texts in SEARCHES] + [(demo, ("?",)), (demo, ("\n####", "=?"))]
+
+
+@pytest.mark.parametrize("make, texts", CASES, ids=str)
 def test_a_turn_ends_with_the_first_token_at_which_the_text_is_there(make, texts):
     """Against decoding every beginning, on true text and on random ids, which may hold parts of characters."""
-    tokenizer, rng = make(), random.Random(0)
-    stops, cases = StopTexts(tokenizer, texts), [tokenizer.encode(TEXT[i:]).ids for i in range(0, 80, 3)]
+    tokenizer, rng, text = make(), random.Random(0), "a57?63\nb63:11\n####1=?" * 12 if make is demo else TEXT
+    stops, cases = StopTexts(tokenizer, texts), [tokenizer.encode(text[i:]).ids for i in range(0, 80, 3)]
     frequent = [i for case in cases for i in case]
     cases += [[rng.choice(frequent) for _ in range(30)] for _ in range(100)]
     for token in range(tokenizer.get_vocab_size()):

@@ -39,6 +39,7 @@ REJECTIONS = (
     *("special_in_suffix", "roundtrip_failed", "answer_leak", "reward_too_low", "error"),
 )
 NO_VERDICT = "no_verdict"
+MOST_CONTINUED = 4  # times that a teacher goes on from what an environment has answered to its call
 WINDOW = 256  # newest outcomes that the means are over
 _OPENED = re.compile(r"<think>\s*\Z")  # an assistant's turn that a template has opened
 _TAIL = 16  # ids of a prompt that such an opening is looked for in
@@ -55,6 +56,7 @@ class Outcome:
     reason: ACCEPTED; else why there is no correction (one of REJECTIONS, or what it was deferred for).
     deferred: nothing was learned about the failure; it belongs back into the pool.
     splice: the cut, if it came that far. queue_age: steps that the failure waited. replies: that it took.
+    so_far: of a correction that invents what an environment says, its text up to there and what the environment says.
     """
 
     reason: str
@@ -63,6 +65,7 @@ class Outcome:
     splice: Splice | None = None
     queue_age: int = 0
     replies: int = 1
+    so_far: str = ""
 
 
 class Annotator:
@@ -111,39 +114,49 @@ class Annotator:
         return dataclasses.replace(outcome, queue_age=step - failure.step)
 
     async def _annotate(self, failure: Failure) -> Outcome:
-        outcome, replies = Outcome("no_parsed_reply"), 0
-        prompt, student = await self._aside(self._prompt, failure)
+        outcome, replies, so_far = Outcome("no_parsed_reply"), 0, ""
 
         async def use(reply: str) -> Outcome:
             nonlocal outcome, replies
             replies += 1
             solution = prompts.parse_solution_strict(reply) if self._strict else prompts.parse_solution(reply, student)
+            if so_far:  # the teacher goes on from what the environment has said
+                solution = so_far + without_repetition(solution, given + so_far, "")
             try:
                 outcome = await self._judged(failure, solution)
             except ValueError as error:  # an error of ours is no word about the reply
                 raise RuntimeError(f"a correction could not be judged: {error}") from error
-            if outcome.correction is None and not outcome.deferred and not self._strict:
+            goes_on = len(outcome.so_far) > len(so_far)
+            if outcome.correction is None and not (outcome.deferred or self._strict or goes_on):
                 raise TryAgain(outcome.reason)
             return outcome
 
-        try:
-            await self._client.ask(prompt, use)
-        except Unavailable as error:
-            outcome = Outcome(error.kind, deferred=True)
-        except Refused:
-            outcome = Outcome("request_refused")
+        for _ in range(1 + MOST_CONTINUED):
+            prompt, student, given = await self._aside(self._prompt, failure, so_far)
+            try:
+                await self._client.ask(prompt, use)
+            except Unavailable as error:
+                outcome = Outcome(error.kind, deferred=True)
+            except Refused:
+                outcome = Outcome("request_refused")
+            if len(outcome.so_far) <= len(so_far):
+                break
+            so_far = outcome.so_far
         return dataclasses.replace(outcome, replies=replies)
 
     async def _judged(self, failure: Failure, solution: str) -> Outcome:
         """What becomes of the failure if the teacher's solution is this one."""
         cut = await self._aside(self._cut, failure, solution)
+        if cut.reason == "invented_observation":  # beside the student's own call, whose answer is known
+            return Outcome(cut.reason, splice=cut, so_far=await self._aside(self._codec.decode, answered(failure, cut)))
         if cut.reason:
             return Outcome(cut.reason, splice=cut)
         parts: Sequence[tuple[str, str]] = ()
         if self._environments:
             played = await asyncio.to_thread(self._played, failure, cut)
             if played.refused:
-                return Outcome(played.refused, deferred=played.deferred, splice=cut)
+                kept = await self._aside(self._codec.decode, cut.prefix_ids) if played.so_far else ""
+                return Outcome(played.refused, deferred=played.deferred, splice=cut, so_far=kept + played.so_far)
             suffix = np.concatenate([played.suffix_ids, cut.suffix_ids[cut.body_len :]])
             cut, parts = dataclasses.replace(cut, suffix_ids=suffix, body_len=len(played.suffix_ids)), played.parts
         whole = await self._aside(self._text, failure, cut.body())
@@ -183,14 +196,15 @@ class Annotator:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="teacher-tokenizer")
         return asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
-    def _prompt(self, failure: Failure) -> tuple[str, str]:
-        """The teacher's prompt, and the student's text in it."""
+    def _prompt(self, failure: Failure, so_far: str = "") -> tuple[str, str, str]:
+        """The teacher's prompt, the student's text in it, and the text of the locked prefix. so_far: verified after that."""
         student, problem = self._codec.text(failure.response_ids), failure.problem
         told = problem.told or problem.question
         form = self._form(told, problem.data_source)
         if not self._prefix_aware:
-            return prompts.plain_prompt(told, student, form), student
-        return prompts.prefix_aware_prompt(told, self._codec.text(_locked(failure)), student, form), student
+            return prompts.plain_prompt(told, student, form), student, ""
+        given = self._codec.text(_locked(failure))
+        return prompts.prefix_aware_prompt(told, given + so_far, student, form), student, given
 
     def _cut(self, failure: Failure, solution: str) -> Splice:
         student, state_len = failure.response_ids, len(failure.state_ids)
@@ -269,6 +283,14 @@ class Annotator:
 
 
 MEANS = ("queue_age", "match_tokens", "match_text_tokens", "match_ratio", "suffix_len")
+
+
+def answered(failure: Failure, cut: Splice) -> Ids:
+    """The student's response up to the end of the observation in which, or before which, a correction leaves it."""
+    end = cut.match_text_tokens
+    while end < len(failure.response_ids) and failure.response_ids[end] < 0:
+        end += 1
+    return failure.response_ids[:end]
 
 
 def _locked(failure: Failure) -> Ids:

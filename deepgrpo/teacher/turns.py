@@ -18,11 +18,13 @@ from deepgrpo.types import Ids, Problem, marked, marks, plain
 class Played:
     """refused: why the text is no conversation, "" if it is one. deferred: that says nothing about it.
 
+    so_far: of a text that invents an answer, what came before, with the environment's answer; from there another can go on.
     suffix_ids: int32[len], the text's tokens, those of the environment marked. parts: (who, text) from the problem's prompt on.
     """
 
     refused: str = ""
     deferred: bool = False
+    so_far: str = ""
     suffix_ids: Ids | None = None
     parts: Sequence[tuple[str, str]] = ()
 
@@ -54,7 +56,7 @@ def play(environment: Environment, writer: Writer, problem: Problem, before: Ids
                     return Played("goes_on_after_its_end")
                 break
             if not rest.startswith(reply.observation):
-                return Played("invented_observation")
+                return Played("invented_observation", so_far="".join(text for _, text in pieces) + reply.observation)
             pieces.append((ENVIRONMENT, reply.observation))
             rest = rest[len(reply.observation) :]
     finally:

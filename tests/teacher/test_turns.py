@@ -3,15 +3,20 @@
 import numpy as np
 import pytest
 
+from deepgrpo.curriculum.base import Failure
 from deepgrpo.data import carry_chain, lookup_chain
 from deepgrpo.data.tokenizer import load_tokenizer
 from deepgrpo.environments.base import Reply
 from deepgrpo.environments.lookup import Lookup
 from deepgrpo.environments.writing import Writer
+from deepgrpo.teacher.annotate import Annotator
 from deepgrpo.teacher.splice import Codec, Limits, splice_text
 from deepgrpo.teacher.turns import play
-from deepgrpo.types import Problem, as_ids, marked, plain
+from deepgrpo.types import Grade, Problem, as_ids, marked, plain
+from tests.endpoint.scripted import Scripted, completion
 from tests.loops.test_agent import Tool
+from tests.teacher.fakes import InstantGrader, configured
+from tests.teacher.test_annotate import annotate
 
 QUESTION = next(lookup_chain.questions("train", 0))
 SOLUTION = lookup_chain.solution(QUESTION)
@@ -76,3 +81,24 @@ def test_no_state_ends_between_a_call_and_its_answer(tokenizer):
         assert rest[0] >= 0, "the student is to write"
         assert plain(found.prefix_ids).tolist() == plain(student).tolist()[: len(found.prefix_ids)]
     assert len(kept) > 20
+
+
+def test_a_teacher_that_stops_or_invents_goes_on_from_the_environments_answer(tokenizer):
+    """Each request shows what is verified so far; the correction is that of a teacher that knew the answers."""
+    values, line = lookup_chain.looked_up(QUESTION), lookup_chain.LINE
+    rests = [SOLUTION[:4] + "00\n####00", SOLUTION[line : line + 4], SOLUTION[2 * line :]]  # invents; stops; knows the rest
+    scripted = Scripted([completion(f"[CORRECT_SOLUTION]\n{text}") for text in rests])
+    config = configured(Limits(1, 0.0, 1, 200, 1))
+    config.loop, config.agent.environment = "agent", "lookup"
+    grader = InstantGrader(Grade(1.0, True, "right"))
+    environments = {"lookup": Lookup(None)}
+    annotator = Annotator(config, scripted.client(), grader, Codec(tokenizer), [2], environments=environments)
+    student = as_ids(tokenizer.encode(f"a{values[0]}:00\n####00", add_special_tokens=False))
+    outcome = annotate(annotator, Failure(0, PROBLEM, as_ids([1]), student, 0))
+    assert outcome.reason == "accepted" and outcome.replies == 3 and len(scripted.requests) == 3
+    shown = [request["messages"][0]["content"] for request in scripted.requests]
+    assert SOLUTION[:line] in shown[1] and SOLUTION[: 2 * line] in shown[2]
+    whole = np.concatenate([outcome.correction.prefix_ids, outcome.correction.suffix_ids])
+    np.testing.assert_array_equal(whole[:-1], trace(tokenizer, SOLUTION))
+    (answer,) = grader.answers
+    assert "".join(text for _, text in answer.parts) == SOLUTION

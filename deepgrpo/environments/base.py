@@ -80,11 +80,13 @@ class Environment:
     replay: how a state inside an answer is restored. pure: an observation depends on its turn alone, so nothing is to restore.
       rerun: the turns before the state are executed again, and must be answered as they were. never: no state begins there.
     waits: a step waits for a service or a process, so that it runs in a thread of its own.
+    patience: times agent.tool_seconds that a step may take by the environment's own limits; beyond it, it is given up.
     """
 
     dialect: ClassVar[Dialect] = Dialect()
     replay: ClassVar[str] = "never"
     waits: ClassVar[bool] = True
+    patience: ClassVar[float] = 1.0
 
     def __init__(self, config: ml_collections.ConfigDict):
         """config: the whole configuration; `agent` is the section of environments."""

@@ -24,6 +24,7 @@ class Code(Environment):
 
     dialect = Dialect(stop_texts=("</Code>",))
     replay = "rerun"
+    patience = 4.0  # code that takes too long is stopped, and the student is told; the sandbox itself takes time on a busy host
 
     def __init__(self, config: ml_collections.ConfigDict):
         """Raises ConfigError: this machine cannot isolate the code, and sandbox.allow_network does not say to do without."""

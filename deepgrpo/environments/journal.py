@@ -79,6 +79,7 @@ class Journalled(Environment):
     def __init__(self, name: str, environment: Environment, journal: Journal):
         self._name, self._environment, self._journal = name, environment, journal
         self.dialect, self.replay, self.waits = environment.dialect, environment.replay, environment.waits
+        self.patience = environment.patience
 
     def check(self, problem: Problem) -> str:
         return self._environment.check(problem)

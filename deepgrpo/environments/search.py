@@ -35,6 +35,7 @@ class Search(Environment):
 
     dialect = Dialect(stop_texts=("</search>",))
     replay = "pure"
+    patience = 1.5 * ATTEMPTS  # each has the whole time, and there are pauses
 
     def __init__(self, config: ml_collections.ConfigDict):
         """Raises ConfigError: no retriever and no corpus is named, or it cannot be used."""

@@ -226,34 +226,36 @@ class Talks:
         threading.Thread(target=self._call, args=(talk, work, use, *more), name="tool", daemon=True).start()
 
     def _call(self, talk: Talk, work: Callable[[], Any], use: Callable[..., None], *more: Any) -> None:
-        with self.tools:
-            with self.lock:
-                if talk.end:
-                    return
-                talk.called = begun = time.monotonic()
-            try:
-                result = work()
-            except ReplayMiss as error:  # not this rollout's trouble: the run cannot be repeated
-                with self.lock:
-                    self.miss = error
-                    self.changed.notify_all()
-                result, use, more = Reply(None, failed="replay"), self._answer, ()
-            except Exception as error:  # an environment's bug costs its rollout the verdict, and no other's
-                log.exception("the environment of %s failed", talk.prompt.problem.data_source)
-                result, use, more = Reply(None, failed=type(error).__name__), self._answer, ()
+        self.tools.acquire()
         with self.lock:
-            talk.called = None
-            late = bool(talk.end)
+            if talk.end:
+                self.tools.release()
+                return
+            talk.called = begun = time.monotonic()
+        try:
+            result = work()
+        except ReplayMiss as error:  # not this rollout's trouble: the run cannot be repeated
+            with self.lock:
+                self.miss = error
+                self.changed.notify_all()
+            result, use, more = Reply(None, failed="replay"), self._answer, ()
+        except Exception as error:  # an environment's bug costs its rollout the verdict, and no other's
+            log.exception("the environment of %s failed", talk.prompt.problem.data_source)
+            result, use, more = Reply(None, failed=type(error).__name__), self._answer, ()
+        with self.lock:
+            late, talk.called = bool(talk.end), None
             talk.seconds.append(time.monotonic() - begun)
         if late:
-            talk.episode.close()  # what ended it left this to us
+            talk.episode.close()  # what ended it gave the next call our place, and left this to us
         else:
+            self.tools.release()
             use(talk, result, *more)
 
     def _restored(self, talk: Talk, failed: str, seed: int) -> None:
         """The state that a rollout begins from is there again, or cannot be had."""
         if failed:
             talk.counts["failed"] += 1
+            self.failure = failed
             return self._finish(talk, REPLAY_MISMATCH if failed == REPLAY_MISMATCH else "tool")
         with self.lock:
             if not talk.end:
@@ -263,7 +265,8 @@ class Talks:
     def _end_late(self) -> None:
         now, limit = time.monotonic(), self.section.rollout_seconds
         for talk in self.talks:
-            if talk.called is not None and not talk.end and now - talk.called > self.section.tool_seconds:
+            deadline = talk.environment.patience * self.section.tool_seconds
+            if talk.called is not None and not talk.end and now - talk.called > deadline:
                 self._finish(talk, "tool")
             elif talk.called is not None and not talk.end and limit and now - talk.began > limit:
                 self._finish(talk, "seconds")
@@ -306,6 +309,8 @@ class Talks:
             self.open -= 1
             self.changed.notify_all()
             busy = talk.called is not None
+            if busy:  # a call that hangs must not keep others from being made
+                self.tools.release()
             if end != "abort":
                 talk.completion = talk.joined("stop" if end in ("answered", *NO_VERDICT) else "length")
                 talk.completion = reasoning.full_is_truncated(self.context, talk.prompt, talk.completion)

@@ -279,6 +279,16 @@ def test_a_tool_that_fails_hangs_or_raises_is_no_verdict_and_every_episode_is_cl
     assert tool.closed == tool.opened == 20
 
 
+def test_calls_that_hang_do_not_keep_others_from_being_made(tokenizer):
+    hang, asked = threading.Event(), iter(range(10**6))
+    tool = Tool(lambda words: hang.wait(30) or Reply("12\n") if next(asked) < 2 else Reply("12\n"))
+    answer = lambda text, seed: "a57?" if "12" not in text else "a57" + carry_chain.END  # noqa: E731
+    groups, _, _ = run(tokenizer, answer, tool, prompts(tokenizer, 2, 4), tool_seconds=0.3, tool_workers=2)
+    ends = [rollout.end for group in groups for rollout in group.rollouts]
+    assert sorted(ends) == ["answered"] * 6 + ["tool"] * 2
+    hang.set()
+
+
 def test_a_replay_that_misses_ends_the_run(tokenizer):
     def reply(words):
         raise ReplayMiss("never asked")

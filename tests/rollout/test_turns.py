@@ -57,7 +57,7 @@ SEARCHES = [("</search>",), ("</search>", "</code>"), ("\n",), ("世",)]
 CASES = [(make, texts) for make in (byte_level, metaspace) for texts in SEARCHES] + [(demo, ("?",)), (demo, ("\n####", "=?"))]
 
 
-@pytest.mark.parametrize("make, texts", CASES, ids=str)
+@pytest.mark.parametrize("make, texts", CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_a_turn_ends_with_the_first_token_at_which_the_text_is_there(make, texts):
     """Against decoding every beginning, on true text and on random ids, which may hold parts of characters."""
     tokenizer, rng, text = make(), random.Random(0), "a57?63\nb63:11\n####1=?" * 12 if make is demo else TEXT

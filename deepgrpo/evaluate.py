@@ -52,8 +52,7 @@ from deepgrpo.telemetry.evaluation import Marks, grader_version, regrade, result
 from deepgrpo.telemetry.log import close_log, end_step, open_log
 from deepgrpo.types import Problem, Prompt, Rollout
 from deepgrpo.weights import checkpoint as checkpoint_lib
-from deepgrpo.weights import fixed, run_folder, runs
-from deepgrpo.weights.engines import open_engine
+from deepgrpo.weights import engines, run_folder
 
 OWN = ("--checkpoint=RUN", "--best", "--model=FOLDER", "--out=FOLDER", "--regrade=FOLDER", "compare")  # besides --config
 
@@ -89,9 +88,9 @@ def configure(args: argparse.Namespace, rest: list[str]):
     """The configuration, and the step's folder if a checkpoint is evaluated; mistakes and missing files end here."""
     step, model = None, args.model
     if args.checkpoint:
-        step = runs.step_folder(args.checkpoint, args.best)
-        model = args.model or runs.starting_model(step)
-        runs.require_vocabulary(step, model)
+        step = run_folder.step_folder(args.checkpoint, args.best)
+        model = args.model or run_folder.starting_model(step)
+        run_folder.require_vocabulary(step, model)
     config, _ = rules.from_command_line(["evaluate", *rest, *([f"--config.model.path={model}"] if model else [])], OWN)
     if not config.data.validation:
         raise config_lib.ConfigError("data.validation names no set to evaluate on: add --config.data.validation=NAME:PATH")
@@ -162,7 +161,10 @@ def evaluate(config, step, out: pathlib.Path, stack: contextlib.ExitStack, setup
     }
     if templates.prints_date(data.template, tokenizer):
         protocol["date"] = date
-    where = {"path": str(step or pathlib.Path(config.model.path).absolute()), "weights": fixed.digest(config.model.path, step)}
+    where = {
+        "path": str(step or pathlib.Path(config.model.path).absolute()),
+        "weights": engines.weights_digest(config.model.path, step),
+    }
     settings = {"protocol": protocol, "model": where, "seed": config.seed, "chunk": CHUNK, "left_out": left_out}
     settings |= {"second_grader": keys.second_grader, "selection": selection(step, loaded)}
     record = evaluation_lib.AnswerLog(out, settings)
@@ -222,7 +224,7 @@ def answer_of(context: RolloutContext, prompt: Prompt, rollout: Rollout) -> Answ
 def began(step: pathlib.Path | None, out: pathlib.Path) -> str:
     """ISO time that a chat template is told when it asks for the date: when the checkpoint's run began, else this evaluation."""
     with contextlib.suppress(FileNotFoundError, KeyError):  # no record, or one of prompts without a date
-        return runs.record_of(step)["started"] if step else evaluation_lib.read_settings(out)["protocol"]["date"]
+        return run_folder.record_of(step)["started"] if step else evaluation_lib.read_settings(out)["protocol"]["date"]
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -248,7 +250,7 @@ def set_digests(loaded: dict[str, list[Problem]], named: dict[str, list[str]]) -
 
 def selection(step: pathlib.Path | None, loaded: dict[str, list[Problem]]) -> dict[str, Any]:
     """Sets that the checkpoint was chosen on, and a label if questions of one of them are evaluated here."""
-    sets = runs.selected_on(step) if step else []
+    sets = run_folder.selected_on(step) if step else []
     asked = [problem.question for problems in loaded.values() for problem in problems]
     shared = False
     for spec in sets:
@@ -274,12 +276,12 @@ def open_policy(config, step, stack: contextlib.ExitStack, vocabulary, sampling:
     mesh = sharding.make_mesh(config.learner.mesh)
     stack.enter_context(jax.set_mesh(mesh))
     dtype, real, temperature = config.model.dtype, vocabulary.bound, sampling.temperature or 1.0
-    model_config, params = fixed.load(pathlib.Path(config.model.path), step, dtype, mesh)
+    model_config, params = engines.load_frozen(pathlib.Path(config.model.path), step, dtype, mesh)
     model_config = dataclasses.replace(model_config, holes=vocabulary.holes, tokenizer_size=real)
-    policy = fixed.FrozenPolicy(model_config, params, dtype, real, temperature)
+    policy = engines.FrozenPolicy(model_config, params, dtype, real, temperature)
     plain = Sampling(temperature, 1.0, -1, sampling.stop_ids, sampling.max_model_len)  # what log-probs are compared under
     version = int(step.name) if step else 0
-    return open_engine(config, stack, policy, prompts, plain, version, out)[0]
+    return engines.open_engine(config, stack, policy, prompts, plain, version, out)[0]
 
 
 def parse(argv: Sequence[str]) -> tuple:

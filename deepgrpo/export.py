@@ -16,7 +16,7 @@ from deepgrpo.model.config import ModelConfig
 from deepgrpo.model.transformer import abstract_params
 from deepgrpo.weights import hf
 from deepgrpo.weights.checkpoint import read_arrays
-from deepgrpo.weights.runs import require_vocabulary, starting_model, step_folder
+from deepgrpo.weights.run_folder import require_vocabulary, starting_model, step_folder
 
 
 def export(

@@ -14,7 +14,7 @@ from deepgrpo import forest, prepare, warm_start
 from deepgrpo.preflight import rules
 from deepgrpo.teacher import oracle
 from deepgrpo.telemetry import evaluation
-from deepgrpo.weights import runs
+from deepgrpo.weights import run_folder
 from deepgrpo.weights.checkpoint import CheckpointError
 from tests.conftest import ROOT
 from tests.test_evaluate import run as evaluate
@@ -48,9 +48,9 @@ def test_a_run_that_is_not_there_is_compared_with_its_neighbours(tmp_path):
     (tmp_path / "my-run").mkdir()
     (tmp_path / "my-run" / "log.txt").touch()
     with pytest.raises(CheckpointError, match=f"no such folder; did you mean {tmp_path}/my-run\\?"):
-        runs.step_folder(tmp_path / "myrun", best=False)
+        run_folder.step_folder(tmp_path / "myrun", best=False)
     with pytest.raises(CheckpointError, match="no complete checkpoint; expected a run's folder .*, found log.txt$"):
-        runs.step_folder(tmp_path / "my-run", best=False)
+        run_folder.step_folder(tmp_path / "my-run", best=False)
 
 
 def test_a_model_that_numbers_tokens_otherwise_is_refused(tmp_path):
@@ -60,9 +60,9 @@ def test_a_model_that_numbers_tokens_otherwise_is_refused(tmp_path):
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, last: 1}}}))
     step.mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(json.dumps({"config": {"model.path": str(mine)}}))
-    runs.require_vocabulary(step, mine)
+    run_folder.require_vocabulary(step, mine)
     with pytest.raises(CheckpointError, match=f"--model={other}: its tokenizer has another vocabulary than {mine}"):
-        runs.require_vocabulary(step, other)
+        run_folder.require_vocabulary(step, other)
 
 
 def test_what_prepare_prints_can_be_given_to_a_training(tmp_path, capsys):

@@ -5,7 +5,6 @@ import socket
 import pytest
 
 from configs import common
-from deepgrpo.endpoint import check
 from deepgrpo.preflight import inputs as preflight
 from tests.faults import behaviours
 from tests.faults.behaviours import KWARGS, SECRET, body, refuses
@@ -17,7 +16,7 @@ from tests.faults.scripted_endpoint import MODEL, Endpoint, right
 def config(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-    monkeypatch.setattr(check, "SECONDS", 60.0)
+    monkeypatch.setattr(preflight, "ENDPOINT_SECONDS", 60.0)
     config = common.get_config()
     config.teacher.model = MODEL
     return config
@@ -37,7 +36,7 @@ def picky(exchange):
     right(exchange)
 
 
-LIMIT = check.SECONDS
+LIMIT = preflight.ENDPOINT_SECONDS
 HTML = body("<!doctype html><title>Portal login</title>")
 
 
@@ -80,7 +79,7 @@ def test_whoever_answers_chats_may_list_its_models_as_it_likes(config, models, c
 )
 def test_the_endpoints_own_words_and_the_key_that_helps(config, monkeypatch, chat, says, helps):
     if chat in (behaviours.silent, behaviours.drips):
-        monkeypatch.setattr(check, "SECONDS", 1.5)
+        monkeypatch.setattr(preflight, "ENDPOINT_SECONDS", 1.5)
     with Endpoint(chat, refuses("no route", 404)) as endpoint:
         [(what, remedy, fatal)] = found(config, endpoint.base_url)
     assert what.startswith("teacher: ") and says in what and helps in remedy and fatal
@@ -88,7 +87,7 @@ def test_the_endpoints_own_words_and_the_key_that_helps(config, monkeypatch, cha
 
 
 def test_an_endpoint_that_is_busy_or_unwilling_gives_a_warning(config, monkeypatch):
-    monkeypatch.setattr(check, "SECONDS", 2.5)
+    monkeypatch.setattr(preflight, "ENDPOINT_SECONDS", 2.5)
     for chat in (behaviours.silent, refuses("slow down", 429, Retry_After="60"), behaviours.COMMON["refusal"][0]):
         with Endpoint(chat) as endpoint:
             [finding] = found(config, endpoint.base_url)
@@ -142,7 +141,7 @@ def test_the_key_goes_to_no_other_host(config):
 
 def test_silent_endpoints_of_both_are_named_within_one_limit(config, monkeypatch):
     assert LIMIT < 5.0
-    monkeypatch.setattr(check, "SECONDS", 1.0)
+    monkeypatch.setattr(preflight, "ENDPOINT_SECONDS", 1.0)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
